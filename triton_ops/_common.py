@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every implementation of the kernels shares: tables, coefficient columns, block sizes and launch checks.
+
+Imports torch only: a host without triton uses this module too.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# Columns of the coefficient table, float64 [n_params, COEF_COLUMNS], that `adam_coefs` fills and `adam` reads.
+ACTIVE = 0  # 1.0: this parameter takes a step; 0.0: none of its bytes change
+BETA1 = 1
+ONE_MINUS_BETA1 = 2
+BETA2 = 3
+ONE_MINUS_BETA2 = 4
+STEP_SIZE = 5  # lr / (1 - beta1**step)
+BIAS_CORRECTION2_SQRT = 6  # sqrt(1 - beta2**step)
+EPS = 7
+DECAY = 8  # AdamW: 1 - lr * weight_decay, a factor; Adam: weight_decay itself
+COEF_COLUMNS = 9
+
+# Columns of the hyper-parameter table, float64: lr, beta1, beta2, eps, weight_decay.
+HYPER_COLUMNS = 5
+
+VECTOR_BYTES = 16  # one 128-bit access
+MAX_ALIGN_NUMEL = 64
+BLOCK_NUMEL = 1024  # elements a program of a device launch: 8 per thread with 4 warps
+INTERPRETER_BLOCK_NUMEL = 1 << 16  # the interpreter pays per program, hardly per element
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASTER_DTYPES = (torch.float32, torch.float64)
+
+
+def interpreted() -> bool:
+    """Tell whether triton kernels of this process run in the interpreter (set before triton is imported)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+@dataclass(frozen=True)
+class FragmentTable:
+    """The fragments of one rank's flat shard, in elements: what `norm` and `adam` walk.
+
+    Attributes:
+        starts: First element of each fragment in the shard.
+        stops: One past its last element; never equal to the start (`build` drops empty fragments).
+        rows: The row of each fragment in the coefficient table.
+    """
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    rows: tuple[int, ...]
+    _cache: dict[tuple[int, torch.device], Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not len(self.starts) == len(self.stops) == len(self.rows):
+            lengths = (len(self.starts), len(self.stops), len(self.rows))
+            raise ValueError(
+                f"FragmentTable: expected three tuples of one length, got {lengths}. Use build()."
+            )
+        last = 0
+        for start, stop, row in sorted(zip(self.starts, self.stops, self.rows, strict=True)):
+            if not last <= start < stop or row < 0:
+                raise ValueError(
+                    f"FragmentTable: expected disjoint non-empty fragments with rows >= 0, got [{start}, {stop}) "
+                    f"of row {row} where the previous one ends at {last}. Use build() with a layout's fragments."
+                )
+            last = stop
+
+    @classmethod
+    def build(cls, fragments: Iterable[tuple[int, int, int]]) -> "FragmentTable":
+        """Build a table from (start, stop, row) triples; empty fragments are dropped."""
+        kept = [
+            (int(start), int(stop), int(row)) for start, stop, row in fragments if start != stop
+        ]
+        return cls(tuple(f[0] for f in kept), tuple(f[1] for f in kept), tuple(f[2] for f in kept))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @cached_property
+    def end(self) -> int:
+        """One past the last element of any fragment; 0 for an empty table."""
+        return max(self.stops, default=0)
+
+    @cached_property
+    def n_rows(self) -> int:
+        """One past the highest row; 0 for an empty table."""
+        return max(self.rows, default=-1) + 1
+
+    @cached_property
+    def max_numel(self) -> int:
+        """The number of elements of the longest fragment."""
+        return max(
+            (stop - start for start, stop in zip(self.starts, self.stops, strict=True)), default=0
+        )
+
+    @cached_property
+    def align_numel(self) -> int:
+        """The largest power of two, at most MAX_ALIGN_NUMEL, that divides every start."""
+        bits = MAX_ALIGN_NUMEL
+        for start in self.starts:
+            bits |= start
+        return bits & -bits
+
+    @cached_property
+    def _host(self) -> Tensor:
+        columns = [torch.tensor(c, dtype=torch.int64) for c in (self.starts, self.stops, self.rows)]
+        return torch.stack(columns, dim=1).contiguous()
+
+    def host(self) -> Tensor:
+        """Return the table as an int64 CPU tensor [n_fragments, 3] of (start, stop, row); one object, cached."""
+        return self._host
+
+    def chunks(self, block_numel: int, device: torch.device | str) -> Tensor:
+        """Split the fragments into chunks of at most ``block_numel`` elements.
+
+        Chunk starts keep the fragments' alignment, since a block is a power of two.
+
+        Args:
+            block_numel: Elements per chunk, a power of two.
+            device: Where the table is wanted.
+
+        Returns:
+            int64 [n_chunks, 3] of (start, stop, row) on ``device``; cached per block and device.
+        """
+        if block_numel < 1 or block_numel & (block_numel - 1):
+            raise ValueError(
+                f"FragmentTable.chunks: expected a power of two, got {block_numel}. Round it up."
+            )
+        key = (block_numel, torch.device(device))
+        if key not in self._cache:
+            host = self.host()
+            counts = (host[:, 1] - host[:, 0] + block_numel - 1) // block_numel
+            owner = torch.repeat_interleave(torch.arange(len(self)), counts)
+            first = torch.cumsum(counts, 0) - counts  # index of each fragment's first chunk
+            starts = host[owner, 0] + (torch.arange(len(owner)) - first[owner]) * block_numel
+            stops = torch.minimum(starts + block_numel, host[owner, 1])
+            self._cache[key] = (
+                torch.stack((starts, stops, host[owner, 2]), dim=1).contiguous().to(device)
+            )
+        return self._cache[key]
+
+
+@dataclass(frozen=True)
+class AdamShard:
+    """One rank's flat buffers of one bucket, each 1-D contiguous [shard_numel] on one device.
+
+    Attributes:
+        grads: Reduced gradients, fp32, bf16 or fp16 (fp64 with an fp64 master).
+        master: Parameters in fp32 (fp64 on CPU: reference and C++).
+        exp_avg: First moment, in master's dtype.
+        exp_avg_sq: Second moment, in master's dtype.
+        max_exp_avg_sq: Its running maximum (amsgrad), in master's dtype, or None.
+        params: The shard that the next gather sends, any float dtype, written only; or None.
+    """
+
+    grads: Tensor
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None = None
+    params: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        master = self.master
+        for name, tensor in self.named().items():
+            check_flat(f"AdamShard.{name}", tensor, master.numel(), master.device)
+        if master.dtype not in MASTER_DTYPES:
+            raise ValueError(
+                f"AdamShard.master: expected float32 or float64, got {master.dtype}. Keep a master copy."
+            )
+        for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dtype != master.dtype:
+                raise ValueError(
+                    f"AdamShard.{name}: expected master's {master.dtype}, got {tensor.dtype}. Convert the state."
+                )
+        if self.grads.dtype == torch.float64 and master.dtype != torch.float64:
+            raise ValueError(
+                "AdamShard.grads: expected at most float32, got float64. Reduce in float32."
+            )
+
+    def named(self) -> dict[str, Tensor]:
+        """Return the buffers that are present, by name."""
+        names = ("grads", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "params")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def check_flat(where: str, tensor: Tensor, numel: int, device: torch.device) -> None:
+    """Raise ValueError unless ``tensor`` is 1-D contiguous, floating, of ``numel`` elements and on ``device``."""
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != numel:
+        got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(
+            f"{where}: expected a contiguous [{numel}], got {got}. Pass the bucket's flat buffer."
+        )
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{where}: expected a float dtype, got {tensor.dtype}. Cast it first.")
+    if tensor.device != device:
+        raise ValueError(f"{where}: expected {device}, got {tensor.device}. Move it first.")
+
+
+def check_table(where: str, table: FragmentTable, numel: int) -> None:
+    """Raise ValueError unless every fragment lies inside a shard of ``numel`` elements."""
+    if table.end > numel:
+        raise ValueError(
+            f"{where}: expected fragments inside [0, {numel}), got one ending at {table.end}. Rebuild it."
+        )
+
+
+def check_adam(
+    where: str, shard: AdamShard, table: FragmentTable, coefs: Tensor, factor: Tensor
+) -> None:
+    """Raise ValueError unless the arguments of `adam` fit together (shapes, dtypes, devices; no values)."""
+    check_table(where, table, shard.master.numel())
+    if (
+        coefs.dtype != torch.float64
+        or coefs.dim() != 2
+        or coefs.shape[1] != COEF_COLUMNS
+        or not coefs.is_contiguous()
+    ):
+        got = f"{coefs.dtype} {tuple(coefs.shape)}"
+        raise ValueError(
+            f"{where}: expected coefs float64 [n_params, {COEF_COLUMNS}], got {got}. Use adam_coefs()."
+        )
+    if coefs.shape[0] < table.n_rows:
+        raise ValueError(
+            f"{where}: expected at least {table.n_rows} rows of coefs, got {coefs.shape[0]}. Rebuild them."
+        )
+    if factor.dtype != torch.float64 or factor.numel() != 1:
+        raise ValueError(
+            f"{where}: expected factor float64 [1], got {factor.dtype} {tuple(factor.shape)}. Cast it."
+        )
+    if coefs.device != shard.master.device or factor.device != shard.master.device:
+        got = f"coefs on {coefs.device}, factor on {factor.device}"
+        raise ValueError(f"{where}: expected {shard.master.device}, got {got}. Move them first.")
+
+
+def check_coefs(
+    where: str, hyper: Tensor, step: Tensor, used: Tensor, skip: Tensor | None, out: Tensor
+) -> None:
+    """Raise ValueError unless the arguments of `adam_coefs` fit together (shapes, dtypes, devices; no values)."""
+    rows = hyper.shape[0] if hyper.dim() == 2 else -1
+    wanted: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]] = [
+        ("hyper", hyper, torch.float64, (rows, HYPER_COLUMNS)),
+        ("step", step, torch.float32, (rows,)),
+        ("used", used, torch.bool, (rows,)),
+        ("out", out, torch.float64, (rows, COEF_COLUMNS)),
+    ]
+    for name, tensor, dtype, shape in wanted:
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            got = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(
+                f"{where}: expected {name} contiguous {dtype} {list(shape)}, got {got}. Cast it first."
+            )
+    if skip is not None and (skip.numel() != 1 or not skip.dtype.is_floating_point):
+        raise ValueError(
+            f"{where}: expected skip float [1], got {skip.dtype} {tuple(skip.shape)}. Cast it first."
+        )
+    devices = {t.device for t in (hyper, step, used, out, *([] if skip is None else [skip]))}
+    if len(devices) != 1:
+        raise ValueError(
+            f"{where}: expected one device, got {sorted(map(str, devices))}. Move them first."
+        )
+
+
+def check_pack(
+    where: str, grads: Sequence[Tensor | None], starts: Sequence[int], out: Tensor
+) -> None:
+    """Raise ValueError unless every gradient has its own range inside the flat ``out``."""
+    check_flat(f"{where} out", out, out.numel(), out.device)
+    if len(grads) != len(starts):
+        raise ValueError(
+            f"{where}: expected one start per gradient, got {len(grads)} and {len(starts)}. Pad with None."
+        )
+    last, numel = 0, out.numel()
+    for index, (grad, start) in enumerate(zip(grads, starts, strict=True)):
+        if grad is None:
+            continue
+        stop = start + grad.numel()
+        if start < last or stop > numel:
+            raise ValueError(
+                f"{where}: expected gradient {index} inside [{last}, {numel}), got [{start}, {stop}). "
+                "Pass gradients in segment order."
+            )
+        if grad.dtype not in FLOAT_DTYPES or grad.device != out.device:
+            got = f"{grad.dtype} on {grad.device}"
+            raise ValueError(
+                f"{where}: expected gradient {index} float on {out.device}, got {got}. Move it first."
+            )
+        last = stop
