@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communication backends: the only place that calls a collective."""
+
+from fsdp_kernels.comm.base import Comm, Ticket
+from fsdp_kernels.comm.process_group import ProcessGroupComm
+
+__all__ = ["Comm", "ProcessGroupComm", "Ticket"]

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every communication backend offers: the `Comm` protocol and its tickets."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from typing import Literal, NoReturn, Protocol, runtime_checkable
+
+import torch
+
+ReduceName = Literal["sum", "max", "min"]
+
+
+class Ticket(ABC):
+    """A collective under way. It must be waited on, and keeps its tensors alive until then.
+
+    Attributes:
+        label: What the collective is for, such as `fk.gather[layers.3/0]`.
+    """
+
+    __slots__ = ("_pending", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._pending = True
+
+    def wait(self) -> None:
+        """Make the current stream wait for the collective (on CPU: block); then let its tensors go.
+
+        Waiting again does nothing.
+
+        Raises:
+            RuntimeError: The collective failed; the message names label, operation and rank.
+        """
+        if self._pending:
+            self._pending = False  # before the wait: a failed one must not also warn
+            self._finish()
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait once and drop every tensor reference, also on failure."""
+
+    def __del__(self) -> None:
+        if getattr(self, "_pending", False):
+            warnings.warn(
+                f"{self.label}: expected every ticket to be waited on, got one dropped unwaited. "
+                "Its tensors may still be in use: keep the ticket and call wait().",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """A group of ranks that move flat buffers.
+
+    Every rank calls the same operations in the same order. All tensors are plain and contiguous;
+    `full` and `shard` are 1-D with `full.numel() == world * shard.numel()`. Collectives start after
+    the work already queued on the current stream. Labels appear in errors.
+
+    Attributes:
+        name: The backend's name, such as "process_group".
+        rank: This rank within the group.
+        world: Number of ranks in the group.
+    """
+
+    name: str
+    rank: int
+    world: int
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
+        """Fill `full` with every rank's `shard`, in rank order.
+
+        Moves bytes, so any dtype and any NaN arrives unchanged. `shard` may be `full`'s own slot.
+        `full`'s version counter stays: whoever refills a buffer that autograd saved must know why.
+        """
+        ...
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, label: str) -> Ticket:
+        """Fill `shard` with this rank's slot of the sum of every rank's `full`.
+
+        Only sums: averages round differently by path, so factors belong to whoever reads the sum.
+        """
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceName = "sum", *, label: str) -> Ticket:
+        """Replace `tensor`, of any shape, by its sum, maximum or minimum over the ranks."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, *, src: int = 0, label: str) -> Ticket:
+        """Replace `tensor`, of any shape and dtype, by that of rank `src` of the group."""
+        ...
+
+    def barrier(self, label: str) -> None:
+        """Return once every rank has called this."""
+        ...
+
+    def close(self) -> None:
+        """Let the group go. Closing again does nothing; any other call then raises."""
+        ...
+
+
+def check_shards(full: torch.Tensor, shard: torch.Tensor, world: int, label: str) -> None:
+    """Check the pair of tensors of a gather or a reduction.
+
+    Raises:
+        ValueError: They do not fit together; the message says how.
+    """
+    # One expression, since this runs for every bucket of every step.
+    if (
+        full.numel() != world * shard.numel()
+        or full.dtype is not shard.dtype
+        or full.dim() != 1
+        or shard.dim() != 1
+        or not full.is_contiguous()
+        or not shard.is_contiguous()
+        or full.device != shard.device
+    ):
+        _refuse_shards(full, shard, world, label)
+
+
+def _refuse_shards(full: torch.Tensor, shard: torch.Tensor, world: int, label: str) -> NoReturn:
+    if full.dtype is not shard.dtype:
+        wrong = f"one dtype, got {full.dtype} (full) and {shard.dtype} (shard)"
+    elif full.device != shard.device:
+        wrong = f"one device, got {full.device} (full) and {shard.device} (shard)"
+    elif full.dim() != 1 or shard.dim() != 1:
+        wrong = f"1-D tensors, got shapes {tuple(full.shape)} (full) and {tuple(shard.shape)}"
+    elif full.numel() != world * shard.numel():
+        wrong = (
+            f"a full buffer of {world} x {shard.numel()} elements (world x shard), "
+            f"got {full.numel()}"
+        )
+    else:
+        wrong = f"contiguous tensors, got strides {full.stride()} (full) and {shard.stride()}"
+    raise ValueError(f"{label}: expected {wrong}. Pass buffers of one BucketLayout.")
+
+
+def check_contiguous(tensor: torch.Tensor, label: str) -> None:
+    """Check the tensor of a broadcast or an all-reduce.
+
+    Raises:
+        ValueError: Its elements do not lie one after the other.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{label}: expected a contiguous tensor, got shape {tuple(tensor.shape)} with strides "
+            f"{tensor.stride()}. Send a contiguous copy and copy it back."
+        )
+
+
+def check_reducible(tensor: torch.Tensor, op: str, label: str) -> None:
+    """Check that a tensor's dtype has sums (or, for integers and reals, maxima) on every backend.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if tensor.dtype not in _REDUCIBLE or (op != "sum" and tensor.is_complex()):
+        raise ValueError(
+            f"{label}: expected a dtype that has a {op}, got {tensor.dtype}. "
+            "Reduce in float32 (MixedPrecisionPolicy(reduce_dtype=torch.float32))."
+        )
+
+
+_REDUCIBLE = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.int8,
+    }
+)
+
+
+def check_op(op: str, label: str) -> None:
+    """Check the name of a reduction.
+
+    Raises:
+        ValueError: It is not sum, max or min.
+    """
+    if op not in ("sum", "max", "min"):
+        raise ValueError(f"{label}: expected op 'sum', 'max' or 'min', got {op!r}.")
+
+
+def check_src(src: int, world: int, label: str) -> None:
+    """Check the source rank of a broadcast.
+
+    Raises:
+        ValueError: The group has no such rank.
+    """
+    if not 0 <= src < world:
+        raise ValueError(
+            f"{label}: expected a source rank in [0, {world}), got {src}. "
+            "Pass a rank of the group, not of the job."
+        )
+
+
+def collective_error(operation: str, label: str, comm: Comm, error: BaseException) -> RuntimeError:
+    """Return the error of a collective that failed, to be raised `from` the backend's own.
+
+    Args:
+        operation: The collective's name, such as "all_gather".
+        label: What it was for.
+        comm: The backend, for rank and world.
+        error: What the backend raised.
+    """
+    return RuntimeError(
+        f"{label}: expected {operation} to complete on all {comm.world} ranks ({comm.name}), "
+        f"got on rank {comm.rank}: {error}. If a peer closed its connection or a time limit "
+        "passed, another rank died or fell out of step: read the first error of the other ranks."
+    )

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over `torch.distributed`: any device, any backend, several hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_kernels.comm.base import (
+    ReduceName,
+    Ticket,
+    check_contiguous,
+    check_op,
+    check_reducible,
+    check_shards,
+    check_src,
+    collective_error,
+)
+
+# torch 2.13 renamed both and warns at the old names; older ones have only those. Nothing else in
+# the package may name either.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Dtypes that every backend moves as they are; all others travel as bytes. A view costs about a
+# microsecond a tensor, so the common ones go without.
+_MOVABLE = frozenset(
+    {
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+class ProcessGroupComm:
+    """A `Comm` over a `torch.distributed` process group, which stays its creator's.
+
+    On CPU tensors over gloo, reductions are an all-to-all and a local sum in rank order: gloo's own
+    reduce-scatter is an all-reduce of a copy, which moves twice the bytes.
+
+    Args:
+        group: The process group; `None` is the default one.
+
+    Raises:
+        RuntimeError: `torch.distributed` is not initialised, or this rank is not in the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "ProcessGroupComm: expected torch.distributed to be initialised, got no process "
+                "group. Run under torchrun and call torch.distributed.init_process_group first."
+            )
+        self.name = "process_group"
+        self.rank: int = dist.get_rank(group)
+        self.world: int = dist.get_world_size(group)
+        if self.rank < 0:
+            raise RuntimeError(
+                "ProcessGroupComm: expected this rank to be in the group, got a group without it. "
+                "Only members may create it."
+            )
+        resolved = group if group is not None else dist.group.WORLD
+        assert resolved is not None  # is_initialized said so
+        self._group: dist.ProcessGroup | None = resolved
+        self._gloo_on_cpu = _backend_of(resolved, "cpu") == "gloo"
+        self._scratch = _Scratch()
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
+        """Fill `full` with every rank's `shard`, in rank order; see `Comm`."""
+        check_shards(full, shard, self.world, label)
+        group = self._group or self._refuse_closed(label)
+        full = full.data  # an alias with a version counter of its own: gloo and copy_ would bump it
+        if self._is_local(full):
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return _DoneTicket(label)
+        if full.dtype not in _MOVABLE:
+            full, shard = full.view(torch.uint8), shard.view(torch.uint8)
+        try:
+            work = _all_gather(full, shard, group=group, async_op=True)
+        except RuntimeError as error:
+            raise collective_error("all_gather", label, self, error) from error
+        return _WorkTicket(label, "all_gather", self, work, (full, shard))
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, label: str) -> Ticket:
+        """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
+        check_shards(full, shard, self.world, label)
+        check_reducible(full, "sum", label)
+        group = self._group or self._refuse_closed(label)
+        if self._is_local(full):
+            if full.data_ptr() != shard.data_ptr():
+                shard.copy_(full)
+            return _DoneTicket(label)
+        try:
+            if self._gloo_on_cpu and not full.is_cuda:
+                parts = self._scratch.take(full)
+                work = dist.all_to_all_single(parts, full, group=group, async_op=True)
+                return _SumTicket(label, self, work, (parts, shard, full), self._scratch)
+            shard, full = _as_real(shard), _as_real(full)
+            work = _reduce_scatter(shard, full, group=group, async_op=True)
+        except RuntimeError as error:
+            raise collective_error("reduce_scatter", label, self, error) from error
+        return _WorkTicket(label, "reduce_scatter", self, work, (shard, full))
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceName = "sum", *, label: str) -> Ticket:
+        """Replace `tensor` by its sum, maximum or minimum over the ranks; see `Comm`."""
+        check_op(op, label)
+        check_contiguous(tensor, label)
+        check_reducible(tensor, op, label)
+        group = self._group or self._refuse_closed(label)
+        if self._is_local(tensor):
+            return _DoneTicket(label)
+        tensor = _as_real(tensor)
+        try:
+            work = dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)
+        except RuntimeError as error:
+            raise collective_error("all_reduce", label, self, error) from error
+        return _WorkTicket(label, "all_reduce", self, work, (tensor,))
+
+    def broadcast(self, tensor: torch.Tensor, *, src: int = 0, label: str) -> Ticket:
+        """Replace `tensor` by that of rank `src` of the group; see `Comm`."""
+        check_src(src, self.world, label)
+        check_contiguous(tensor, label)
+        group = self._group or self._refuse_closed(label)
+        if self._is_local(tensor):
+            return _DoneTicket(label)
+        if tensor.dtype not in _MOVABLE:
+            tensor = tensor.detach().reshape(-1).view(torch.uint8)
+        try:
+            work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+        except RuntimeError as error:
+            raise collective_error("broadcast", label, self, error) from error
+        return _WorkTicket(label, "broadcast", self, work, (tensor,))
+
+    def barrier(self, label: str) -> None:
+        """Return once every rank has called this."""
+        group = self._group or self._refuse_closed(label)
+        try:
+            dist.barrier(group=group)
+        except RuntimeError as error:
+            raise collective_error("barrier", label, self, error) from error
+
+    def close(self) -> None:
+        """Let the group go, without destroying it: it belongs to whoever made it."""
+        self._group = None
+        self._scratch = _Scratch()
+
+    def _is_local(self, tensor: torch.Tensor) -> bool:
+        # Nothing to move: a group of one on CPU, or an empty bucket (the same on all ranks). A
+        # group of one on a device still goes through the backend, which orders the streams.
+        return tensor.numel() == 0 or (self.world == 1 and tensor.is_cpu)
+
+    def _refuse_closed(self, label: str) -> dist.ProcessGroup:
+        raise RuntimeError(
+            f"{label}: expected an open communicator, got one that was closed. "
+            "Create a new ProcessGroupComm."
+        )
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class _DoneTicket(Ticket):
+    """A collective that needed no other rank."""
+
+    __slots__ = ()
+
+    def _finish(self) -> None:
+        pass
+
+
+class _WorkTicket(Ticket):
+    """A collective that torch runs."""
+
+    __slots__ = ("_comm", "_operation", "_tensors", "_work")
+
+    def __init__(
+        self,
+        label: str,
+        operation: str,
+        comm: ProcessGroupComm,
+        work: Any,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> None:
+        super().__init__(label)
+        self._operation = operation
+        self._comm = comm
+        self._work = work
+        self._tensors = tensors
+
+    def _finish(self) -> None:
+        work, self._work = self._work, None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise collective_error(self._operation, self.label, self._comm, error) from error
+        finally:
+            self._tensors = ()
+
+
+class _SumTicket(_WorkTicket):
+    """An all-to-all whose parts are summed, in rank order, when it is waited on."""
+
+    __slots__ = ("_scratch",)
+
+    def __init__(
+        self,
+        label: str,
+        comm: ProcessGroupComm,
+        work: Any,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        scratch: _Scratch,
+    ) -> None:
+        super().__init__(label, "reduce_scatter", comm, work, tensors)
+        self._scratch = scratch
+
+    def _finish(self) -> None:
+        received, shard, _full = self._tensors
+        super()._finish()
+        with torch.no_grad():
+            parts = received.view(self._comm.world, -1)
+            torch.add(parts[0], parts[1], out=shard)
+            for part in parts[2:]:
+                shard.add_(part)
+        self._scratch.give(received)
+
+
+class _Scratch:
+    """Keeps one receive buffer between reductions: fresh large ones cost a page fault a page."""
+
+    def __init__(self) -> None:
+        self._spare: torch.Tensor | None = None
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a buffer of the shape and dtype of `like`; its content is undefined."""
+        spare, need = self._spare, like.numel() * like.element_size()
+        if spare is None or spare.numel() < need:
+            return torch.empty_like(like)
+        self._spare = None
+        return spare[:need].view(like.dtype)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back once nothing reads it; the larger of two stays."""
+        storage = buffer.untyped_storage()
+        if self._spare is None or self._spare.numel() < storage.nbytes():
+            self._spare = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    # Sums of complex numbers are sums of their parts, and not every backend knows complex dtypes.
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _backend_of(group: dist.ProcessGroup, device: str) -> str:
+    """Return the name of the backend that serves a device type in a group, or ""."""
+    config = str(dist.get_backend_config(group))
+    for part in config.split(","):
+        kind, _, backend = part.rpartition(":")
+        if kind in (device, ""):
+            return backend
+    return ""
