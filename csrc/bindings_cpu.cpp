@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <pybind11/pybind11.h>
+
+PYBIND11_MODULE(_cpu, m) { m.doc() = "The kernels for CPU tensors."; }

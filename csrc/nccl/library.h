@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// What can be asked of NCCL without a device: its version, and the id by which ranks find each other.
+#pragma once
+
+#include <string>
+
+namespace fk::nccl {
+
+// The version of the library that is loaded, as NCCL counts (23007 is 2.30.7); it may be older or
+// newer than the headers. Throws std::runtime_error.
+int runtime_version();
+
+// The versions of the headers that this file was compiled with.
+int header_version();
+int cuda_version();
+
+// The bytes that rank 0 hands to the other ranks before they make a communicator together. Throws
+// std::runtime_error.
+std::string unique_id();
+
+}  // namespace fk::nccl

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the C++ extensions: a function of FSDP_KERNELS_CUDA, CUDA_HOME, CXX and the files here.
+
+FSDP_KERNELS_CUDA: ``auto`` (build the CUDA parts where the toolkit and the NCCL headers are),
+``require`` (fail where they are not) or ``skip``. Nothing is downloaded, no hardware is looked at.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from glob import glob
+from os.path import exists
+from pathlib import Path
+from typing import NamedTuple
+
+import ninja
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# No contraction: the kernels promise the reference's bits. No errno: it keeps sqrt from a vector.
+FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra"
+
+
+class Cuda(NamedTuple):
+    """Where the CUDA toolkit's own root and the NCCL package lie."""
+
+    home: str
+    nccl: str
+
+
+def toolkit_root(environ: Mapping[str, str]) -> str:
+    """Return CUDA_HOME, else the root that nvcc reports (the one on PATH may be a wrapper)."""
+    nvcc = shutil.which("nvcc", path=environ.get("PATH"))
+    if nvcc and not environ.get("CUDA_HOME"):
+        command = [nvcc, "--dryrun", "-x", "cu", os.devnull]
+        plan = subprocess.run(command, capture_output=True, text=True, check=False)
+        if top := re.search(r"^#\$ TOP=(.*)$", plan.stderr, re.MULTILINE):
+            return os.path.realpath(top[1])
+    return environ.get("CUDA_HOME") or "/usr/local/cuda"
+
+
+def find_cuda(environ: Mapping[str, str]) -> Cuda | str:
+    """Return what the CUDA parts are built against, or the words that say why they are not."""
+    if (mode := environ.get("FSDP_KERNELS_CUDA", "auto")) not in ("auto", "require", "skip"):
+        sys.exit(f"FSDP_KERNELS_CUDA: expected auto, require or skip, got {mode!r}.")
+    if mode == "skip":
+        return "FSDP_KERNELS_CUDA=skip"
+    home = toolkit_root(environ)
+    needed = [f"{home}/bin/nvcc", f"{home}/include/cuda_runtime.h"]
+    missing = [f"{file} (is CUDA_HOME the toolkit's root?)" for file in needed if not exists(file)]
+    package = importlib.util.find_spec("nvidia")  # a namespace package: nothing of NCCL is imported
+    places = (package and package.submodule_search_locations) or []
+    nccl = next((f"{path}/nccl" for path in places if exists(f"{path}/nccl/include/nccl.h")), None)
+    if nccl and not missing:
+        return Cuda(home, nccl)
+    missing += [] if nccl else ["nccl.h (pip install nvidia-nccl-cu13; no build isolation)"]
+    if mode == "require":
+        sys.exit(f"FSDP_KERNELS_CUDA=require: cannot build without {', '.join(missing)}.")
+    return f"no {', no '.join(missing)}"
+
+
+def extensions(cuda: Cuda | str) -> list[Extension]:
+    """List the modules; sources are named relative to here, so no object depends on the place."""
+
+    def module(name: str, include_dirs: list[str], link: list[str]) -> Extension:
+        sources = [f"csrc/bindings_{name}.cpp", *sorted(glob(f"csrc/{name}/*.cpp"))]
+        return Extension(f"fsdp_kernels._{name}", sources, include_dirs, extra_link_args=link)
+
+    modules = [module("cpu", [], ["-pthread"])]
+    if isinstance(cuda, Cuda):
+        # The wheel has no libnccl.so link, hence the versioned name. When torch has loaded its own
+        # copy, the loader takes that; the run path serves an import without it.
+        paths = f"$ORIGIN/../nvidia/nccl/lib:{cuda.nccl}/lib"
+        link = [f"-L{cuda.nccl}/lib", "-l:libnccl.so.2", f"-Wl,-rpath,{paths}"]
+        modules.append(module("nccl", [f"{cuda.home}/include", f"{cuda.nccl}/include"], link))
+    return modules
+
+
+class NinjaBuild(build_ext):
+    """Compile in parallel, and again only what changed: a file, a header that it read, a flag."""
+
+    def build_extensions(self) -> None:
+        tree, built = f"build/ninja-{sys.implementation.cache_tag}", {}
+        lines = [f"builddir = {tree}", f"cxx = {os.environ.get('CXX', 'g++')} {FLAGS} -Werror"]
+        lines += ["rule cc", " command = $cxx -MMD -MF $out.d $flags -c $in -o $out", " deps = gcc"]
+        lines += [" depfile = $out.d", "rule ld", " command = $cxx -shared $in -o $out $flags"]
+        for ext in self.extensions:
+            name = ext.name.rpartition(".")[2]
+            system = [*ext.include_dirs, pybind11.get_include(), sysconfig.get_paths()["include"]]
+            flags = shlex.join(["-Icsrc", *(f"-isystem{place}" for place in system)])
+            objects = [f"{tree}/{name}/{source}.o" for source in ext.sources]
+            pairs = zip(objects, ext.sources, strict=True)
+            lines += [f"build {made}: cc {source}\n flags = {flags}" for made, source in pairs]
+            built[ext.name] = f"{tree}/{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
+            flags = shlex.join(ext.extra_link_args).replace("$", "$$")
+            lines += [f"build {built[ext.name]}: ld {' '.join(objects)}", f" flags = {flags}"]
+        self.mkpath(tree)
+        Path(tree, "build.ninja").write_text("\n".join(lines) + "\n")
+        subprocess.run([f"{ninja.BIN_DIR}/ninja", "-f", f"{tree}/build.ninja"], check=True)
+        for name, output in built.items():  # a fresh file each: a process may map the old one
+            self.mkpath(os.path.dirname(self.get_ext_fullpath(name)))
+            self.copy_file(output, self.get_ext_fullpath(name))
+
+
+if __name__ == "__main__":
+    os.chdir(Path(__file__).resolve().parent)
+    found = find_cuda(os.environ)
+    modules = extensions(found)
+    built = ", ".join(module.name for module in modules)
+    print(f"fsdp_kernels builds {built}; CUDA parts: {found}", flush=True)
+    setup(ext_modules=modules, cmdclass={"build_ext": NinjaBuild})
