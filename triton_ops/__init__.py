@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of the sharded optimizer step: pack, norm and Adam over flat shards.
 
-``triton_ops.reference`` is the same maths in plain PyTorch. The modules ``pack``, ``norm`` and ``adam`` hold the
-Triton kernels and are the only ones that import triton, so that this package imports on a host without it.
+``triton_ops.reference`` is the same maths in plain PyTorch. The modules ``pack``, ``norm`` and
+``adam`` hold the Triton kernels. They alone import triton: this package imports without it.
 Nothing here imports ``fsdp_kernels``.
 """
 

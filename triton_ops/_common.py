@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every implementation of the kernels shares: tables, coefficient columns, block sizes and launch checks.
+"""What every implementation of the kernels shares: tables, columns, block sizes, launch checks.
 
 Imports torch only: a host without triton uses this module too.
 """
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-# Columns of the coefficient table, float64 [n_params, COEF_COLUMNS], that `adam_coefs` fills and `adam` reads.
+# Columns of the coefficient table, float64 [n_params, COEF_COLUMNS]: `adam_coefs` fills it and
+# `adam` reads it.
 ACTIVE = 0  # 1.0: this parameter takes a step; 0.0: none of its bytes change
 BETA1 = 1
 ONE_MINUS_BETA1 = 2
@@ -30,6 +32,7 @@ HYPER_COLUMNS = 5
 VECTOR_BYTES = 16  # one 128-bit access
 MAX_ALIGN_NUMEL = 64
 BLOCK_NUMEL = 1024  # elements a program of a device launch: 8 per thread with 4 warps
+NUM_WARPS = 4
 INTERPRETER_BLOCK_NUMEL = 1 << 16  # the interpreter pays per program, hardly per element
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -38,8 +41,25 @@ MASTER_DTYPES = (torch.float32, torch.float64)
 
 
 def interpreted() -> bool:
-    """Tell whether triton kernels of this process run in the interpreter (set before triton is imported)."""
+    """Tell whether this process runs Triton kernels in the interpreter, on CPU tensors.
+
+    NOTE: triton reads ``TRITON_INTERPRET`` when a kernel's module is imported: set it before.
+    """
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def block_numel(longest: int, *, blocks: int = 1) -> int:
+    """Pick the elements per program, a power of two, for ranges of at most ``longest`` elements."""
+    if interpreted():
+        return min(max(1 << (longest - 1).bit_length(), MAX_ALIGN_NUMEL), INTERPRETER_BLOCK_NUMEL)
+    return BLOCK_NUMEL * blocks
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make the tensor's device current: triton launches on the current one."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 @dataclass(frozen=True)
@@ -69,8 +89,9 @@ class FragmentTable:
         for start, stop, row in sorted(zip(self.starts, self.stops, self.rows, strict=True)):
             if not last <= start < stop or row < 0:
                 raise ValueError(
-                    f"FragmentTable: expected disjoint non-empty fragments with rows >= 0, got [{start}, {stop}) "
-                    f"of row {row} where the previous one ends at {last}. Use build() with a layout's fragments."
+                    "FragmentTable: expected disjoint non-empty fragments with rows >= 0, "
+                    f"got [{start}, {stop}) of row {row} where the previous one ends at {last}. "
+                    "Use build() with a layout's fragments."
                 )
             last = stop
 
@@ -116,7 +137,7 @@ class FragmentTable:
         return torch.stack(columns, dim=1).contiguous()
 
     def host(self) -> Tensor:
-        """Return the table as an int64 CPU tensor [n_fragments, 3] of (start, stop, row); one object, cached."""
+        """Return int64 [n_fragments, 3] of (start, stop, row) on the CPU; cached."""
         return self._host
 
     def chunks(self, block_numel: int, device: torch.device | str) -> Tensor:
@@ -175,13 +196,15 @@ class AdamShard:
             check_flat(f"AdamShard.{name}", tensor, master.numel(), master.device)
         if master.dtype not in MASTER_DTYPES:
             raise ValueError(
-                f"AdamShard.master: expected float32 or float64, got {master.dtype}. Keep a master copy."
+                f"AdamShard.master: expected float32 or float64, got {master.dtype}. "
+                "Keep a float32 master."
             )
         for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             tensor = getattr(self, name)
             if tensor is not None and tensor.dtype != master.dtype:
                 raise ValueError(
-                    f"AdamShard.{name}: expected master's {master.dtype}, got {tensor.dtype}. Convert the state."
+                    f"AdamShard.{name}: expected master's {master.dtype}, got {tensor.dtype}. "
+                    "Convert the state."
                 )
         if self.grads.dtype == torch.float64 and master.dtype != torch.float64:
             raise ValueError(
@@ -195,7 +218,7 @@ class AdamShard:
 
 
 def check_flat(where: str, tensor: Tensor, numel: int, device: torch.device) -> None:
-    """Raise ValueError unless ``tensor`` is 1-D contiguous, floating, of ``numel`` elements and on ``device``."""
+    """Raise ValueError unless ``tensor`` is 1-D contiguous [numel], floating, on ``device``."""
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != numel:
         got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
         raise ValueError(
@@ -207,18 +230,29 @@ def check_flat(where: str, tensor: Tensor, numel: int, device: torch.device) -> 
         raise ValueError(f"{where}: expected {device}, got {tensor.device}. Move it first.")
 
 
+def check_device(where: str, tensor: Tensor) -> None:
+    """Raise RuntimeError unless this process's Triton kernels can work on the tensor's device."""
+    if tensor.is_cuda or (tensor.device.type == "cpu" and interpreted()):
+        return
+    raise RuntimeError(
+        f"{where}: expected a CUDA tensor, got {tensor.device}. Use fsdp_kernels.ops, which "
+        "picks by device, or set TRITON_INTERPRET=1 before triton is imported."
+    )
+
+
 def check_table(where: str, table: FragmentTable, numel: int) -> None:
     """Raise ValueError unless every fragment lies inside a shard of ``numel`` elements."""
     if table.end > numel:
         raise ValueError(
-            f"{where}: expected fragments inside [0, {numel}), got one ending at {table.end}. Rebuild it."
+            f"{where}: expected fragments inside [0, {numel}), got one ending at {table.end}. "
+            "Rebuild the table."
         )
 
 
 def check_adam(
     where: str, shard: AdamShard, table: FragmentTable, coefs: Tensor, factor: Tensor
 ) -> None:
-    """Raise ValueError unless the arguments of `adam` fit together (shapes, dtypes, devices; no values)."""
+    """Raise ValueError unless the arguments of `adam` fit together; looks at no value."""
     check_table(where, table, shard.master.numel())
     if (
         coefs.dtype != torch.float64
@@ -228,15 +262,18 @@ def check_adam(
     ):
         got = f"{coefs.dtype} {tuple(coefs.shape)}"
         raise ValueError(
-            f"{where}: expected coefs float64 [n_params, {COEF_COLUMNS}], got {got}. Use adam_coefs()."
+            f"{where}: expected coefs float64 [n_params, {COEF_COLUMNS}], got {got}. "
+            "Fill them with adam_coefs()."
         )
     if coefs.shape[0] < table.n_rows:
         raise ValueError(
-            f"{where}: expected at least {table.n_rows} rows of coefs, got {coefs.shape[0]}. Rebuild them."
+            f"{where}: expected at least {table.n_rows} rows of coefs, got {coefs.shape[0]}. "
+            "Rebuild them."
         )
     if factor.dtype != torch.float64 or factor.numel() != 1:
         raise ValueError(
-            f"{where}: expected factor float64 [1], got {factor.dtype} {tuple(factor.shape)}. Cast it."
+            f"{where}: expected factor float64 [1], got {factor.dtype} {tuple(factor.shape)}. "
+            "Cast it first."
         )
     if coefs.device != shard.master.device or factor.device != shard.master.device:
         got = f"coefs on {coefs.device}, factor on {factor.device}"
@@ -246,7 +283,7 @@ def check_adam(
 def check_coefs(
     where: str, hyper: Tensor, step: Tensor, used: Tensor, skip: Tensor | None, out: Tensor
 ) -> None:
-    """Raise ValueError unless the arguments of `adam_coefs` fit together (shapes, dtypes, devices; no values)."""
+    """Raise ValueError unless the arguments of `adam_coefs` fit together; looks at no value."""
     rows = hyper.shape[0] if hyper.dim() == 2 else -1
     wanted: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]] = [
         ("hyper", hyper, torch.float64, (rows, HYPER_COLUMNS)),
@@ -258,11 +295,13 @@ def check_coefs(
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             got = f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(
-                f"{where}: expected {name} contiguous {dtype} {list(shape)}, got {got}. Cast it first."
+                f"{where}: expected {name} contiguous {dtype} {list(shape)}, got {got}. "
+                "Cast it first."
             )
     if skip is not None and (skip.numel() != 1 or not skip.dtype.is_floating_point):
         raise ValueError(
-            f"{where}: expected skip float [1], got {skip.dtype} {tuple(skip.shape)}. Cast it first."
+            f"{where}: expected skip float [1], got {skip.dtype} {tuple(skip.shape)}. "
+            "Cast it first."
         )
     devices = {t.device for t in (hyper, step, used, out, *([] if skip is None else [skip]))}
     if len(devices) != 1:
@@ -278,7 +317,8 @@ def check_pack(
     check_flat(f"{where} out", out, out.numel(), out.device)
     if len(grads) != len(starts):
         raise ValueError(
-            f"{where}: expected one start per gradient, got {len(grads)} and {len(starts)}. Pad with None."
+            f"{where}: expected one start per gradient, got {len(grads)} and {len(starts)}. "
+            "Pass None for a missing one."
         )
     last, numel = 0, out.numel()
     for index, (grad, start) in enumerate(zip(grads, starts, strict=True)):
@@ -287,12 +327,13 @@ def check_pack(
         stop = start + grad.numel()
         if start < last or stop > numel:
             raise ValueError(
-                f"{where}: expected gradient {index} inside [{last}, {numel}), got [{start}, {stop}). "
-                "Pass gradients in segment order."
+                f"{where}: expected gradient {index} inside [{last}, {numel}), "
+                f"got [{start}, {stop}). Pass gradients in segment order."
             )
         if grad.dtype not in FLOAT_DTYPES or grad.device != out.device:
             got = f"{grad.dtype} on {grad.device}"
             raise ValueError(
-                f"{where}: expected gradient {index} float on {out.device}, got {got}. Move it first."
+                f"{where}: expected gradient {index} float on {out.device}, got {got}. "
+                "Move it first."
             )
         last = stop

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels' maths in plain PyTorch: oracle of the tests, baseline of the benches, fallback without C++.
+"""The kernels' maths in plain PyTorch: the tests' oracle, the benches' baseline, the CPU fallback.
 
-Every operation rounds once, in the order that each docstring spells; the Triton and C++ kernels follow the same
-order without contraction, so that in float32 all of them agree bit for bit. Runs in float64 too. Walks slices that
-stay in cache. Reads coefficients on the host: on a CUDA device it synchronises, which the kernels never do.
+Every operation rounds once, in the order that each docstring spells. The Triton and C++ kernels
+follow the same order without contraction, so that in float32 all of them agree bit for bit on one
+host. Runs in float64 too. Walks slices that stay in cache. Reads coefficients on the host: on a
+CUDA device it synchronises, which the kernels never do.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +25,12 @@ def pack(
     """Cast gradients into their segments of a flat bucket.
 
     ``out[start_i + j] = round(grad_i[j])``, and 0 wherever no gradient lies. With ``accumulate``:
-    ``out[start_i + j] = round(fp32(out[start_i + j]) + fp32(grad_i[j]))`` (float64 if either is), the rest is kept.
+    ``out[start_i + j] = round(fp32(out[start_i + j]) + fp32(grad_i[j]))`` (in float64 if either
+    is), and the rest is kept.
 
     Args:
-        grads: Gradients in segment order, any shape, strides and float dtype; None for a missing one.
+        grads: Gradients in segment order, any shape, strides and float dtype; None for a missing
+            one.
         starts: First element of each segment in ``out``.
         out: Flat bucket [full_numel] in the reduce dtype.
         accumulate: Add to what ``out`` holds.
@@ -53,7 +57,8 @@ def pack(
 def norm(grads: Tensor, table: FragmentTable) -> Tensor:
     """Sum the squares of the fragments' elements and count those that are not finite.
 
-    ``(sum_j fp64(g_j)**2, #{j: g_j is inf or nan})`` over the table's fragments; what lies between them never enters.
+    ``(sum_j fp64(g_j)**2, #{j: g_j is inf or nan})`` over the table's fragments; what lies between
+    them never enters.
 
     Args:
         grads: Flat gradients [shard_numel], any float dtype.
@@ -79,9 +84,9 @@ def adam_coefs(
     """Advance the step counts and fill the coefficient table, without reading a value on the host.
 
     ``active = used and not skip``; ``step += active``; with the new step, in float64:
-    ``bias_correction = 1 - beta**step = -expm1(step * log(beta))``, ``STEP_SIZE = lr / bias_correction1``,
-    ``DECAY = 1 - lr * weight_decay`` (decoupled) or ``weight_decay``. A row that never stepped is filled as for
-    step 1, so that the table is finite.
+    ``bias_correction = 1 - beta**step = -expm1(step * log(beta))``,
+    ``STEP_SIZE = lr / bias_correction1``, ``DECAY = 1 - lr * weight_decay`` (decoupled) or
+    ``weight_decay``. A row that never stepped is filled as for step 1, so that the table is finite.
 
     Args:
         hyper: float64 [n_params, 5]: lr, beta1, beta2, eps, weight_decay.
@@ -119,8 +124,8 @@ def adam(
 ) -> None:
     """Update one rank's shard in place, fragment by fragment.
 
-    With T = master's dtype, ``s = T(factor * scale)`` (the product in float64) and every coefficient rounded to T,
-    each line below rounding after every operation::
+    With T = master's dtype, ``s = T(factor * scale)`` (the product in float64) and every
+    coefficient rounded to T, each line below rounding after every operation::
 
         g = T(grad) * s                 # negated if maximize
         g = g + DECAY * p               # Adam
@@ -156,7 +161,7 @@ def adam(
 def _adam_slice(
     shard: AdamShard, part: slice, coef: list[float], grad_scale: float, decoupled: bool
 ) -> None:
-    """Update the elements of one slice. Python scalars are rounded to the tensors' dtype by torch."""
+    """Update the elements of one slice; torch rounds Python scalars to the tensors' dtype."""
     # NOTE: no `alpha=`, `addcmul` or `lerp` here: torch contracts those into fused multiply-adds.
     p, m, v = shard.master[part], shard.exp_avg[part], shard.exp_avg_sq[part]
     g = shard.grads[part].to(p.dtype).mul(grad_scale)
@@ -168,7 +173,16 @@ def _adam_slice(
     v.mul_(coef[common.BETA2]).add_(g.mul(coef[common.ONE_MINUS_BETA2]).mul_(g))
     if shard.max_exp_avg_sq is not None:
         v = torch.maximum(shard.max_exp_avg_sq[part], v, out=shard.max_exp_avg_sq[part])
-    denom = torch.sqrt(v, out=g).div_(coef[common.BIAS_CORRECTION2_SQRT]).add_(coef[common.EPS])
+    denom = _sqrt(v, out=g).div_(coef[common.BIAS_CORRECTION2_SQRT]).add_(coef[common.EPS])
     p.sub_(m.mul(coef[common.STEP_SIZE]).div_(denom))
     if shard.params is not None:
         shard.params[part].copy_(p)
+
+
+def _sqrt(x: Tensor, out: Tensor) -> Tensor:
+    """Take the correctly rounded square root."""
+    if x.is_cuda:
+        return torch.sqrt(x, out=out)
+    # NOTE: on CPU torch.sqrt goes through MKL where built with it, and is off by one unit at times.
+    np.sqrt(x.numpy(), out=out.numpy())
+    return out
