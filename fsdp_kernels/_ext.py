@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only place that knows that compiled modules exist: loads them, and tells why one is absent."""
+"""The only place that knows of compiled modules: loads them, and tells why one is absent."""
 
 from __future__ import annotations
 

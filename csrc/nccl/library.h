@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What can be asked of NCCL without a device: its version, and the id by which ranks find each other.
+// What can be asked of NCCL without a device: its version, and the id by which ranks find each
+// other.
 #pragma once
 
 #include <string>
