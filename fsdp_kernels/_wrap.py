@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a module to its units: who becomes one, who owns which parameter, and the swap of parameters for `FlatShard`s."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_kernels.bucket import Bucket, Dtypes, Resources, Site
+from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.comm.process_group import ProcessGroupComm
+from fsdp_kernels.flat_shard import FlatShard
+from fsdp_kernels.layout import BucketLayout, group_parameters
+from fsdp_kernels.trace import label
+from fsdp_kernels.unit import Unit
+
+logger = logging.getLogger("fsdp_kernels")
+
+UnitSpec = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | int | None
+
+
+@dataclass
+class Entry:
+    """One parameter to be sharded: its first name, and every place where it is registered."""
+
+    name: str
+    param: nn.Parameter
+    sites: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+
+@dataclass
+class Plan:
+    """What `fully_shard` will do; made and checked before anything is changed."""
+
+    where: str
+    owners: dict[nn.Module, list[Entry]]
+    device: torch.device
+
+
+def find_units(module: nn.Module) -> list[Unit]:
+    """The units of a module and below, outermost first."""
+    return [m.__dict__["_fk_unit"] for m in module.modules() if "_fk_unit" in m.__dict__]
+
+
+# -- who becomes a unit ------------------------------------------------------------------------------------------------
+
+
+def _choose(where: str, root: nn.Module, spec: UnitSpec) -> set[nn.Module]:
+    """The modules that become units now, the root included; modules sharded before are not asked again."""
+    if spec is None:
+        return {root}
+    if isinstance(spec, int) and not isinstance(spec, bool):
+        return {root} | _by_numel(where, root, spec)
+    if isinstance(spec, type) or (
+        isinstance(spec, tuple) and all(isinstance(c, type) for c in spec)
+    ):
+        classes = spec
+
+        def matches(module: nn.Module) -> bool:
+            return isinstance(module, classes)
+    elif callable(spec):
+        matches = spec
+    else:
+        raise TypeError(
+            f"{where}: expected units to be None, a class, a tuple of classes, a predicate or a number of parameters, "
+            f"got {spec!r}."
+        )
+    chosen = {
+        m for m in root.modules() if m is not root and "_fk_unit" not in m.__dict__ and matches(m)
+    }
+    for module in chosen:
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"{where}: expected units with a forward, got {type(module).__name__}, which is never called. "
+                "Choose the modules inside it."
+            )
+    if not chosen and isinstance(spec, (type, tuple)):
+        raise ValueError(
+            f"{where}: expected a submodule of class {spec}, got none. Check `units`, or pass None."
+        )
+    return {root} | chosen
+
+
+def _by_numel(where: str, root: nn.Module, least: int) -> set[nn.Module]:
+    if least < 1:
+        raise ValueError(f"{where}: expected units to be at least 1 parameter, got {least}.")
+    chosen: set[nn.Module] = set()
+
+    def left(module: nn.Module) -> int:
+        """Parameters of a subtree that no chosen unit has taken."""
+        if "_fk_unit" in module.__dict__:
+            return 0
+        # Attention reads its children's weights without calling them, so they cannot be units of their own.
+        calls_children = not isinstance(module, nn.MultiheadAttention)
+        below = [left(child) if calls_children else _numel(child) for child in module.children()]
+        own = sum(p.numel() for p in module.parameters(recurse=False)) + sum(below)
+        callable_ = type(module).forward is not nn.Module.forward
+        if module is not root and callable_ and own >= least:
+            chosen.add(module)
+            return 0
+        return own
+
+    left(root)
+    return chosen
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# -- who owns which parameter ------------------------------------------------------------------------------------------
+
+
+def plan_units(where: str, root: nn.Module, spec: UnitSpec) -> Plan:
+    """Decide units and owners, and refuse every parameter that cannot be sharded, before anything is changed."""
+    chosen = _choose(where, root, spec)
+    entries: dict[int, Entry] = {}
+    chains: dict[int, list[list[nn.Module]]] = {}
+
+    def walk(module: nn.Module, path: str, chain: list[nn.Module]) -> None:
+        if module in chosen or "_fk_unit" in module.__dict__:
+            chain = [*chain, module]
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            full_name = f"{path}.{name}" if path else name
+            entry = entries.setdefault(id(param), Entry(full_name, param))
+            entry.sites.append((module, name))
+            chains.setdefault(id(param), []).append(chain)
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(child, f"{path}.{name}" if path else name, chain)
+
+    walk(root, "", [])
+    owners: dict[nn.Module, list[Entry]] = {m: [] for m in root.modules() if m in chosen}
+    for key, entry in entries.items():
+        owner = _common(chains[key])
+        if isinstance(entry.param, FlatShard):
+            _check_shared_outside(where, entry, owner)
+            continue
+        _check(where, entry)
+        owners[owner].append(entry)
+    fresh = [entry for found in owners.values() for entry in found]
+    return Plan(where, owners, _one_device(where, fresh))
+
+
+def _common(chains: list[list[nn.Module]]) -> nn.Module:
+    """The innermost unit that contains every use: a shared weight belongs to the closest common ancestor's unit."""
+    common = chains[0]
+    for chain in chains[1:]:
+        length = next(
+            (i for i, (a, b) in enumerate(zip(common, chain, strict=False)) if a is not b),
+            min(len(common), len(chain)),
+        )
+        common = common[:length]
+    return common[-1]
+
+
+def _check_shared_outside(where: str, entry: Entry, owner: nn.Module) -> None:
+    holder = entry.param.bucket.unit  # type: ignore[attr-defined]
+    if holder.module is not owner:
+        raise ValueError(
+            f"{where}: parameter '{entry.name}': expected a parameter that is used in one unit, got one that unit "
+            f"'{holder.label}', sharded before, shares with modules outside it. Shard both with one "
+            "fully_shard(..., units=...) call, which gives it to their closest common ancestor."
+        )
+
+
+def _check(where: str, entry: Entry) -> None:
+    param = entry.param
+    problem = None
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        problem = "an initialised parameter, got a lazy one. Run one forward first"
+    elif type(param) is not nn.Parameter and type(param) is not Tensor:
+        problem = (
+            f"a plain nn.Parameter, got {type(param).__name__}. Shard before any other wrapper"
+        )
+    elif param.is_meta:
+        problem = "a parameter with data, got one on the meta device. Call to_empty() and initialise first"
+    elif param.layout is not torch.strided:
+        problem = f"a dense parameter, got layout {param.layout}"
+    elif param.is_complex():
+        problem = f"a real parameter, got {param.dtype}. Store it as real (torch.view_as_real)"
+    elif not param.is_leaf:
+        problem = "a leaf, got the result of an operation"
+    elif param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+        problem = (
+            "no gradient hooks, got some: gradients never pass through the sharded parameter. Remove them, and change "
+            "p.grad after backward instead"
+        )
+    elif weakref.getweakrefs(param):
+        problem = "no weak references to it, got some: they would go stale. Drop them first"
+    elif param.grad is not None:
+        problem = "no gradient yet, got one. Call zero_grad() first"
+    if problem is not None:
+        raise ValueError(f"{where}: parameter '{entry.name}': expected {problem}.")
+    _check_swappable(where, entry)
+
+
+def _check_swappable(where: str, entry: Entry) -> None:
+    """What `swap_tensors` would refuse half-way: live views of the parameter."""
+    uses = entry.param._use_count()  # type: ignore[attr-defined]
+    if uses > 2:
+        raise ValueError(
+            f"{where}: parameter '{entry.name}': expected no live views of it or graphs that use it, got {uses - 1}. "
+            "Delete them (outputs of an earlier forward, detached aliases) first."
+        )
+
+
+def _one_device(where: str, entries: list[Entry]) -> torch.device:
+    devices = {entry.param.device: entry.name for entry in entries}
+    if len(devices) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"{where}: expected parameters on one device, got {listed}. Move them first."
+        )
+    return next(iter(devices), torch.device("cpu"))
+
+
+# -- communication -----------------------------------------------------------------------------------------------------
+
+
+def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan: Plan) -> Comm:
+    """The backend that `comm` names, over the ranks of `mesh`."""
+    if isinstance(comm, Comm):
+        return comm
+    if comm not in (None, "process_group"):
+        raise ValueError(
+            f"{where}: expected comm to be None, 'process_group' or a Comm, got {comm!r}. Other backends do not exist yet."
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{where}: expected an initialised process group, got none. Call torch.distributed.init_process_group "
+            "first, or start the program with torchrun."
+        )
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(
+            f"{where}: expected a 1-D mesh, got {mesh.ndim}-D. Hybrid sharding does not exist yet."
+        )
+    made = ProcessGroupComm(None if mesh is None else mesh.get_group())
+    if made.rank == 0:
+        logger.info("%s: %s over %d ranks on %s", where, made.name, made.world, plan.device)
+    return made
+
+
+def sync_buffers(module: nn.Module, comm: Comm) -> None:
+    """Give every rank rank 0's buffers."""
+    for name, buffer in module.named_buffers():
+        data = buffer.detach()
+        sent = data.contiguous()
+        comm.broadcast(sent, src=0, label=label("broadcast", name)).wait()
+        if sent.data_ptr() != data.data_ptr():
+            data.copy_(sent)
+
+
+# -- buckets, and the swap ---------------------------------------------------------------------------------------------
+
+
+def build_units(
+    plan: Plan, policy: MixedPrecisionPolicy, resources: Resources, sync: bool
+) -> list[Unit]:
+    """Make units and buckets, and turn the parameters into `FlatShard`s; each parameter's memory goes as it is done."""
+    units = []
+    for module, entries in plan.owners.items():
+        groups = group_parameters([(e.name, e.param.dtype, e.param.requires_grad) for e in entries])
+        buckets = [
+            _build_bucket([entries[i] for i in indices], policy, resources, sync)
+            for indices in groups.values()
+        ]
+        unit = Unit(module, buckets)
+        modules = {site_module for entry in entries for site_module, _ in entry.sites}
+        unit.rnns = [m for m in modules if isinstance(m, nn.RNNBase)]
+        units.append(unit)
+        for indices, bucket in zip(groups.values(), buckets, strict=True):
+            _swap([entries[i] for i in indices], bucket)
+        unit.sync_rnns()
+    return units
+
+
+def _dtypes(own: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
+    if not own.is_floating_point:
+        return Dtypes(own, own, own)
+    compute = policy.param_dtype or own
+    return Dtypes(own, compute, policy.reduce_dtype or compute)
+
+
+def _build_bucket(
+    entries: list[Entry], policy: MixedPrecisionPolicy, resources: Resources, sync: bool
+) -> Bucket:
+    comm = resources.comm
+    own = entries[0].param.dtype
+    dtypes = _dtypes(own, policy)
+    layout = BucketLayout.build(
+        [e.name for e in entries],
+        [e.param.numel() for e in entries],
+        world=comm.world,
+        itemsize=dtypes.itemsize,
+    )
+    full = torch.zeros(layout.full_numel, dtype=own, device=entries[0].param.device)
+    with torch.no_grad():
+        for entry, segment in zip(entries, layout.segments, strict=True):
+            full[segment.start : segment.stop].view(entry.param.shape).copy_(entry.param)
+    if sync:
+        comm.broadcast(full, src=0, label=label("broadcast", entries[0].name)).wait()
+    start, stop = layout.shard_range(comm.rank)
+    shapes = [e.param.shape for e in entries]
+    return Bucket(layout, shapes, dtypes, full[start:stop].clone(), resources)
+
+
+def _swap(entries: list[Entry], bucket: Bucket) -> None:
+    sites = []
+    params = []
+    for index, entry in enumerate(entries):
+        fragment = bucket.layout.fragment(index, bucket.rank)
+        local = bucket.shard_master[fragment.shard_start : fragment.shard_stop]
+        param: Any = entry.param
+        flat = FlatShard(local, bucket.geometry(index), bucket, param.requires_grad)
+        flat.__dict__.update(param.__dict__)  # attributes that the user set
+        flat._is_param = True  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(param, flat)
+        params.append(param)
+        sites.extend(Site(module, name, index) for module, name in entry.sites)
+    bucket.adopt(params, sites)

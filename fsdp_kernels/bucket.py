@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bucket: the flat storage of a unit's parameters of one dtype and one `requires_grad`.
+
+The rank keeps `shard_master` (the parameter's own dtype, what the `FlatShard`s are views of) and `shard_params` (the
+compute dtype, what a gather sends; the same tensor where the dtypes are equal). Gathering fills a pool slot; the leaves,
+plain `nn.Parameter`s that the forward reads, become views of it. A leaf is one object for the bucket's whole life and
+only its data changes, so autograd accumulates into it once a backward however often its module was called. While the
+unit is freed, a leaf's data is one NaN expanded to the full shape: it costs four bytes, keeps the shape that autograd
+compares, and cannot be mistaken for a weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from fsdp_kernels.comm.base import Comm, Ticket
+from fsdp_kernels.flat_shard import FlatShard, Geometry
+from fsdp_kernels.grads import BucketGrads
+from fsdp_kernels.layout import BucketLayout
+from fsdp_kernels.pool import Pool, Slot
+from fsdp_kernels.streams import Streams
+from fsdp_kernels.trace import emit, label
+
+if TYPE_CHECKING:
+    from fsdp_kernels.unit import Unit
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a parameter is registered: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of a bucket: the parameter's own, that of computation and that of reduction."""
+
+    own: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Smallest element size, which the layout's alignment must serve."""
+        return min(self.own.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the buckets of one root share."""
+
+    comm: Comm
+    streams: Streams
+    params: Pool
+    grads: Pool
+
+
+class Bucket:
+    """The storage of one bucket, on one rank.
+
+    Attributes:
+        layout: Geometry; all offsets come from it.
+        names: Fully qualified parameter names, in segment order.
+        dtypes: Own, compute and reduce dtype.
+        shard_master: 1-D [shard_numel], own dtype; lives on the current stream.
+        shard_params: 1-D [shard_numel], compute dtype; the same object as `shard_master` where the dtypes are equal.
+        full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream, owned by the pool.
+        params: The registered `FlatShard`s, in segment order.
+        leaves: The `nn.Parameter`s that the forward reads while gathered.
+        grads: The gradients' half of the bucket.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        shapes: list[torch.Size],
+        dtypes: Dtypes,
+        shard_master: Tensor,
+        resources: Resources,
+    ) -> None:
+        self.layout = layout
+        self.shapes = shapes
+        self.dtypes = dtypes
+        self.resources = resources
+        self.names = [segment.name for segment in layout.segments]
+        self.index = 0
+        self.unit: Unit = None  # type: ignore[assignment]  # set by the unit, at once
+        self.shard_master = shard_master
+        self.shard_params = shard_master
+        if dtypes.compute != dtypes.own:
+            self.shard_params = shard_master.to(dtypes.compute)
+        self._compute_version = shard_master._version
+        self._steps = 0
+        self.params: list[FlatShard] = []
+        self.sites: list[Site] = []
+        self._site_dicts: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+        self.full_params: Tensor | None = None
+        self._slot: Slot | None = None
+        self._ticket: Ticket | None = None
+        self._gathered_version = (-1, -1)
+        self._freed_views = [self._freed_view(shape) for shape in shapes]
+        self.leaves = [nn.Parameter(view, requires_grad=False) for view in self._freed_views]
+        self._leaf_versions = [leaf._version for leaf in self.leaves]
+        self.grads = BucketGrads(self)
+
+    # -- names ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Unit path and bucket index, as in `layers.3/0`."""
+        return f"{self.unit.label}/{self.index}"
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self.resources.comm.rank
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that share the bucket."""
+        return self.resources.comm
+
+    @property
+    def runtime(self) -> Any:
+        """The shared context of the root that the unit belongs to."""
+        return self.unit.runtime
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards live."""
+        return self.shard_master.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' own dtype."""
+        return self.dtypes.own
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the gathered parameters."""
+        return self.dtypes.compute
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are summed over the ranks."""
+        return self.dtypes.reduce
+
+    def geometry(self, index: int) -> Geometry:
+        """Where one parameter lies."""
+        return Geometry(
+            self.names[index], self.shapes[index], self.layout, index, self.resources.comm
+        )
+
+    # -- versions: who wrote the parameters last -----------------------------------------------------------------------
+
+    @property
+    def edit_version(self) -> int:
+        """Bumped by every in-place torch operation on `shard_master` or any alias of it (`.data` included)."""
+        return self.shard_master._version
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever the parameters' values may have changed: edits and optimizer steps."""
+        return self.shard_master._version, self._steps
+
+    def compute_written(self) -> None:
+        """The optimizer wrote `shard_params` beside `shard_master`: the compute copy is fresh."""
+        self._compute_version = self.shard_master._version
+
+    def compute_stale(self) -> None:
+        """`shard_master` was written behind torch's back: cast it again before the next gather."""
+        self._compute_version = -1
+
+    def stepped(self) -> None:
+        """An optimizer step changed the parameters: graphs made before must not be run backward."""
+        self._steps += 1
+
+    def edited(self) -> None:
+        """The master was written in a way that no version counter saw."""
+        increment_version(self.shard_master)
+
+    # -- gather, wait, free --------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Issue the gather into a pool slot; `wait()` makes the parameters readable."""
+        layout, dtype, streams = self.layout, self.dtypes.compute, self.resources.streams
+        if (
+            self.shard_params is not self.shard_master
+            and self._compute_version != self.edit_version
+        ):
+            self.shard_params.copy_(self.shard_master)
+            self._compute_version = self.edit_version
+        name = label("gather", self.unit.name, self.index)
+        slot = self.resources.params.take(self.label, layout.full_numel * dtype.itemsize)
+        self._slot = slot
+        self.full_params = slot.view(layout.full_numel, dtype)
+        streams.wait("gather", slot.freed)
+        streams.wait("gather", streams.record("compute"))
+        emit("gather", self.unit.name, self.index)
+        self._gathered_version = self.version
+        self._ticket = self.resources.comm.all_gather(
+            self.full_params, self.shard_params, label=name
+        )
+
+    def wait(self) -> None:
+        """Make the current stream wait for the gather and show the full parameters to the modules."""
+        assert self._ticket is not None and self._slot is not None
+        ticket, self._ticket = self._ticket, None
+        ticket.wait()
+        for leaf, view in zip(self.leaves, self._views(self._slot), strict=True):
+            leaf.data = view
+        for names, name, leaf in self._site_dicts:
+            names[name] = leaf
+
+    def free(self) -> None:
+        """Hide the full parameters and give the slot back.
+
+        Raises:
+            RuntimeError: Somebody edited a gathered parameter in place; the edit would be lost.
+        """
+        if self._slot is None:
+            return
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            ticket.wait()
+        else:
+            for names, name, _ in self._site_dicts:
+                names.pop(name, None)
+            for leaf, view in zip(self.leaves, self._freed_views, strict=True):
+                leaf.data = view
+        emit("free", self.unit.name, self.index)
+        self.resources.params.give_back(self._slot)
+        self._slot = self.full_params = None
+        self._check_leaves()
+
+    def is_current(self) -> bool:
+        """Whether the gathered parameters still are what the shards say."""
+        return self._gathered_version == self.version
+
+    def slot_pointer(self) -> int:
+        """Address of the slot's storage; how a saved tensor is recognised as a view of these parameters."""
+        return 0 if self._slot is None else self._slot.pointer
+
+    def slot_view(self, dtype: torch.dtype) -> Tensor:
+        """The whole slot in another dtype, for saved tensors that reinterpret the bytes."""
+        assert self._slot is not None
+        return self._slot.view(self._slot.buffer.numel() // dtype.itemsize, dtype)
+
+    def _check_leaves(self) -> None:
+        for i, leaf in enumerate(self.leaves):
+            if leaf._version != self._leaf_versions[i]:
+                self._leaf_versions = [leaf._version for leaf in self.leaves]
+                raise RuntimeError(
+                    f"parameter '{self.names[i]}': expected no in-place change while its unit was gathered, got one: "
+                    "it was made on this rank's temporary copy and is lost. Edit inside `with model.full_params():`."
+                )
+
+    def _views(self, slot: Slot) -> list[Tensor]:
+        views: list[Tensor] | None = slot.views.get(self)
+        if views is None:
+            full = slot.view(self.layout.full_numel, self.dtypes.compute)
+            views = slot.views[self] = self.split(full)
+        return views
+
+    def split(self, full: Tensor) -> list[Tensor]:
+        """Views of a full flat buffer, one per parameter, in the parameters' shapes."""
+        return [
+            full[segment.start : segment.stop].view(shape)
+            for segment, shape in zip(self.layout.segments, self.shapes, strict=True)
+        ]
+
+    # -- leaves --------------------------------------------------------------------------------------------------------
+
+    def _freed_view(self, shape: torch.Size) -> Tensor:
+        dtype = self.dtypes.compute
+        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        return torch.full((), value, dtype=dtype, device=self.shard_master.device).expand(shape)
+
+    def adopt(self, params: list[FlatShard], sites: list[Site]) -> None:
+        """Take the registered parameters and the places where they are registered."""
+        self.params = params
+        self.sites = sites
+        self._site_dicts = [(s.module.__dict__, s.name, self.leaves[s.index]) for s in sites]
+        for param, leaf in zip(params, self.leaves, strict=True):
+            leaf.requires_grad_(param.requires_grad)
+
+    def check_sites(self) -> None:
+        """Refuse to run when somebody replaced a registered parameter: its values would be ignored."""
+        params = self.params
+        for site in self.sites:
+            if site.module._parameters.get(site.name) is not params[site.index]:
+                raise RuntimeError(
+                    f"parameter '{self.names[site.index]}': expected the sharded parameter, got another object in its "
+                    "place (an assignment, functional_call or load_state_dict(assign=True)). The gathered weights "
+                    "would hide it: edit inside `with model.full_params():`, or shard the model afterwards."
+                )
+
+    def sync_requires_grad(self) -> None:
+        """Let the leaves follow `requires_grad` of the registered parameters; the layout never moves."""
+        for param, leaf in zip(self.params, self.leaves, strict=True):
+            if leaf.requires_grad != param.requires_grad:
+                leaf.requires_grad_(param.requires_grad)
+                self.grads.trainable = -1
+
+    # -- the gradients' half, by the names that the rest of the package uses -------------------------------------------
+
+    @property
+    def shard_grads(self) -> Tensor | None:
+        """1-D [shard_numel], own dtype: the sum over ranks that `grad_scale` turns into the mean; None without any."""
+        return self.grads.shard_grads if self.grads.present else None
+
+    @property
+    def grad_scale(self) -> float:
+        """What `shard_grads` must be multiplied by to be the mean over ranks."""
+        return self.grads.scale
+
+    def grad(self, index: int) -> FlatShard | None:
+        """The gradient of one parameter, or None where no rank used it."""
+        return self.grads.grad(index)
+
+    def set_grad(self, index: int, value: Tensor | None) -> None:
+        """Replace the gradient of one parameter; None also drops what is pending under `no_sync`."""
+        self.grads.set_grad(index, value)
+
+    def used(self) -> Tensor:
+        """bool [n_params]: which parameters have a gradient, as all ranks agreed; on the device, no host read."""
+        return self.grads.used()
+
+    def drop_grads(self) -> None:
+        """What `zero_grad(set_to_none=True)` does to every parameter of the bucket."""
+        self.grads.drop()

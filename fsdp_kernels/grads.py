@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients' half of a bucket: pack, reduce, accumulate, and what `p.grad` shows.
+
+Autograd leaves each parameter's gradient in its leaf. Packing moves all of a bucket's into one flat `full_grads` in the
+reduce dtype; under `no_sync` that buffer stays and the next packing adds to it. The reduce-scatter sums it over the
+ranks into `shard_grads`. The factor that makes a mean of the sum is not applied there: the Adam kernel reads it, and
+whoever reads `p.grad` first has it applied to the whole bucket, once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fsdp_kernels import ops
+from fsdp_kernels.comm.base import Ticket
+from fsdp_kernels.flat_shard import HINT, FlatShard
+from fsdp_kernels.pool import Slot
+from fsdp_kernels.trace import emit, label
+
+if TYPE_CHECKING:
+    from fsdp_kernels.bucket import Bucket
+
+
+class BucketGrads:
+    """Gradients of one bucket on one rank.
+
+    Attributes:
+        shard_grads: 1-D [shard_numel], own dtype, or None; its contents count only while `present`.
+        present: Whether `shard_grads` holds a sum.
+        scale: What turns `shard_grads` into the mean over ranks: 1/world, or 1.0 once it has been applied.
+        arrived: Per parameter, whether its gradient came in the present backward.
+        pending: Per parameter, whether it has a gradient that was not reduced yet.
+        trainable: Number of leaves that require a gradient; -1 means to be counted again.
+        agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the last `drop`.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        n = len(bucket.shapes)
+        self.starts = [segment.start for segment in bucket.layout.segments]
+        self.shard_grads: Tensor | None = None
+        self.present = False
+        self.scale = 1.0
+        self.arrived = [False] * n
+        self.pending = [False] * n
+        self.trainable = -1
+        self.agreed: Tensor = torch.zeros(n, dtype=torch.bool, device=bucket.device)
+        self._cleared: set[int] = set()
+        self._host_used: list[bool] | None = None
+        self._views: list[FlatShard] | None = None
+        self._slot: Slot | None = None
+        self.full_grads: Tensor | None = None
+        self._ticket: Ticket | None = None
+        self._target: Tensor | None = None
+
+    # -- pack and reduce -----------------------------------------------------------------------------------------------
+
+    def count_trainable(self) -> int:
+        """Leaves that require a gradient now."""
+        if self.trainable < 0:
+            self.trainable = sum(leaf.requires_grad for leaf in self.bucket.leaves)
+        return self.trainable
+
+    def has_unpacked(self) -> bool:
+        """Whether any leaf holds a gradient."""
+        return any(leaf.grad is not None for leaf in self.bucket.leaves)
+
+    def pack(self) -> None:
+        """Move the leaves' gradients into `full_grads` (made now, or added to where `no_sync` left one)."""
+        bucket = self.bucket
+        leaves = bucket.leaves
+        grads = [leaf.grad for leaf in leaves]
+        accumulate = self.full_grads is not None
+        if self.full_grads is None:
+            numel, dtype = bucket.layout.full_numel, bucket.dtypes.reduce
+            pool, streams = bucket.resources.grads, bucket.resources.streams
+            self._slot = pool.take(bucket.label, numel * dtype.itemsize)
+            streams.wait("compute", self._slot.freed)
+            self.full_grads = self._slot.view(numel, dtype)
+        ops.pack(grads, self.starts, self.full_grads, accumulate=accumulate)
+        for i, grad in enumerate(grads):
+            if grad is not None:
+                leaves[i].grad = None
+                self.pending[i] = True
+
+    def reduce(self) -> None:
+        """Issue the reduction of everything pending (zeros where no gradient came); `finish` adds it up."""
+        bucket = self.bucket
+        if self.full_grads is None or self.has_unpacked():
+            self.pack()
+        assert self.full_grads is not None
+        streams = bucket.resources.streams
+        streams.wait("reduce", streams.record("compute"))
+        numel, dtypes = bucket.layout.shard_numel, bucket.dtypes
+        if not self.present and dtypes.own == dtypes.reduce:
+            self._target = self._storage()
+        else:
+            self._target = self.full_grads.new_empty(numel)
+        emit("reduce", bucket.unit.name, bucket.index)
+        name = label("reduce", bucket.unit.name, bucket.index)
+        self._ticket = bucket.comm.reduce_scatter(self._target, self.full_grads, label=name)
+
+    def finish(self) -> None:
+        """Wait for the reduction and add it to what is there already."""
+        ticket, target = self._ticket, self._target
+        if ticket is None:
+            return
+        assert target is not None
+        self._ticket = self._target = None
+        try:
+            ticket.wait()
+        finally:
+            self._release_full()
+        mean = 1.0 / self.bucket.comm.world
+        self._apply_cleared()
+        if not self.present:
+            storage = self._storage()
+            if storage is not target:
+                storage.copy_(target)
+            self.scale = mean
+        else:
+            assert self.shard_grads is not None
+            self.shard_grads.add_(target, alpha=1.0 if self.scale == mean else mean)
+        self.present = True
+        self._cleared.clear()
+
+    def abandon(self) -> None:
+        """After a failure: drop what was not reduced. What was reduced before stays."""
+        ticket, self._ticket, self._target = self._ticket, None, None
+        try:
+            if ticket is not None:
+                ticket.wait()
+        except RuntimeError:
+            pass  # the failure that led here has been raised already
+        self._drop_unreduced()
+        self.arrived = [False] * len(self.arrived)
+
+    def _storage(self) -> Tensor:
+        if self.shard_grads is None:
+            bucket = self.bucket
+            # Padding is reduced too (packing zeroes it), but zeros now keep it finite whatever is read first.
+            self.shard_grads = torch.zeros(
+                bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device
+            )
+        return self.shard_grads
+
+    def _release_full(self) -> None:
+        if self._slot is not None:
+            self.bucket.resources.grads.give_back(self._slot)
+        self._slot = self.full_grads = None
+
+    def _drop_unreduced(self) -> None:
+        for leaf in self.bucket.leaves:
+            leaf.grad = None
+        self.pending = [False] * len(self.pending)
+        if self._ticket is None:
+            self._release_full()
+
+    # -- which parameters have a gradient ------------------------------------------------------------------------------
+
+    def reduced(self) -> None:
+        """Note that what was pending has been reduced and that `agreed` has changed."""
+        self.pending = [False] * len(self.pending)
+        self._host_used = None
+
+    def used(self) -> Tensor:
+        """bool [n_params], on the device."""
+        self._apply_cleared()
+        return self.agreed
+
+    def host_used(self) -> list[bool]:
+        """The same on the host; on CUDA the first read after a backward waits for the device."""
+        self._apply_cleared()
+        if self._host_used is None:
+            self._host_used = self.agreed.tolist()
+        return self._host_used
+
+    def _apply_cleared(self) -> None:
+        """Make single parameters whose gradient was set to None lose it on the device too."""
+        if not self._cleared or not self.present:
+            return
+        for i in self._cleared:
+            self.agreed[i] = False
+            fragment = self.bucket.params[i].fragment
+            if self.shard_grads is not None:
+                self.shard_grads[fragment.shard_start : fragment.shard_stop].zero_()
+        self._cleared.clear()
+        self._host_used = None
+
+    # -- what p.grad shows ---------------------------------------------------------------------------------------------
+
+    def grad(self, index: int) -> FlatShard | None:
+        """The mean gradient of one parameter, an alias of `shard_grads`, or None."""
+        self.bucket.runtime.recover()
+        if not self.present or index in self._cleared or not self.host_used()[index]:
+            return None
+        self.apply_scale()
+        return self._exported()[index]
+
+    def apply_scale(self) -> None:
+        """Turn the sum into the mean, once."""
+        if self.scale != 1.0 and self.shard_grads is not None:
+            self.shard_grads.mul_(self.scale)
+            self.scale = 1.0
+
+    def set_grad(self, index: int, value: Tensor | None) -> None:
+        """See `Bucket.set_grad`."""
+        self.bucket.runtime.recover()
+        param = self.bucket.params[index]
+        if value is None:
+            self._clear(index)
+            return
+        if not isinstance(value, FlatShard) or not value.geometry.matches(param.geometry):
+            got = type(value).__name__
+            raise TypeError(
+                f"parameter '{self.bucket.names[index]}': expected a gradient that is None or a FlatShard of the same "
+                f"parameter, got {got} of shape {tuple(getattr(value, 'shape', ()))}. {HINT}"
+            )
+        storage = self._storage()
+        if not self.present:
+            storage.zero_()
+            self.agreed.fill_(False)
+            self.present = True
+        else:
+            self.apply_scale()
+            self._apply_cleared()
+        self.scale = 1.0
+        fragment = param.fragment
+        held = storage[fragment.shard_start : fragment.shard_stop]
+        if value._local.data_ptr() != held.data_ptr() or value.dtype != held.dtype:
+            held.copy_(value._local)
+        self.agreed[index] = True
+        self._host_used = None
+
+    def _clear(self, index: int) -> None:
+        self.bucket.leaves[index].grad = None
+        if self.pending[index] and self.full_grads is not None and self._ticket is None:
+            segment = self.bucket.layout.segments[index]
+            self.full_grads[segment.start : segment.stop].zero_()
+        self.pending[index] = False
+        if self.present:
+            self._cleared.add(index)
+        if not any(self.pending) and (not self.present or len(self._cleared) == len(self.pending)):
+            self.drop()
+
+    def _exported(self) -> list[FlatShard]:
+        if self._views is None:
+            storage = self._storage()
+            self._views = [
+                FlatShard(storage[f.shard_start : f.shard_stop], param.geometry)
+                for param in self.bucket.params
+                for f in (param.fragment,)
+            ]
+        return self._views
+
+    def drop(self) -> None:
+        """Forget every gradient, reduced or pending; memory that was shown to someone is never reused."""
+        if not self.present and self.full_grads is None and not self.has_unpacked():
+            return
+        self._drop_unreduced()
+        if self._views is not None:
+            self.shard_grads = self._views = None
+        self.present = False
+        self.scale = 1.0
+        self._cleared.clear()
+        self.agreed.fill_(False)
+        self._host_used = None
+
+    def zero(self) -> None:
+        """What `zero_grad(set_to_none=False)` does: gradients stay and become zero."""
+        self._drop_unreduced()
+        if self.present and self.shard_grads is not None:
+            self.shard_grads.zero_()

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The context that all units of one root share: it drives gather, wait, free, prefetch and reduce.
+
+Forward: a unit's call makes it full, prefetches what the recorded order expects next, runs the module, and frees. The
+root and the unit that backward needs first stay full. Backward: the first saved weight that autograd unpacks (or an
+early hint from the unit's outputs) makes the unit full again; when all its gradients have arrived it is freed and
+reduced. Reductions start in one fixed order, the reverse of rank 0's first forward, because ranks that finish units in
+different orders would otherwise mix two units' gradients without an error. A callback at the end of the backward
+reduces what is left (zeros where no gradient came) and lets the ranks agree on which parameters were used.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_kernels import saved_tensors
+from fsdp_kernels.bucket import Bucket, Resources
+from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.pool import Pool
+from fsdp_kernels.schedule import Order
+from fsdp_kernels.streams import HostStreams, Streams
+from fsdp_kernels.trace import emit, label
+from fsdp_kernels.unit import Unit
+
+logger = logging.getLogger("fsdp_kernels")
+_graph_task = torch._C._current_graph_task_id
+
+
+@dataclass(slots=True)
+class Frame:
+    """One running forward of a unit: what must be undone when it ends."""
+
+    grad: bool
+    in_backward: bool
+    pop_hooks: bool
+    restore_autocast_cache: bool
+
+
+class Runtime:
+    """State of one root: its units, the recorded orders, and the backward under way.
+
+    Attributes:
+        comm: The ranks.
+        units: All units; the last one adopted first is the root.
+        buckets: All buckets, in the units' order.
+        prefetch: How many units are gathered ahead.
+        agreed: bool [number of parameters], on the device: which have a gradient on any rank.
+    """
+
+    def __init__(self, comm: Comm, device: torch.device, streams: Streams | None = None) -> None:
+        self.comm = comm
+        self.streams: Streams = streams or HostStreams()
+        self.resources = Resources(
+            comm, self.streams, Pool(device, self.streams), Pool(device, self.streams)
+        )
+        self.device = device
+        self.prefetch = 1
+        self.units: list[Unit] = []
+        self.buckets: list[Bucket] = []
+        self.root: Unit | None = None
+        self.agreed = torch.zeros(0, dtype=torch.bool, device=device)
+        self._owners: dict[int, Bucket] = {}
+        self._forward = Order()
+        self._backward = Order()
+        self._depth = 0
+        self._in_backward = False
+        self._ending = False
+        self._current: Unit | None = None
+        self._lingering: list[Unit] = []
+        self._reduce_order: list[Unit] | None = None
+        self._next_reduce = 0
+        self._reducing: Unit | None = None
+        self._sequence = 0
+        self._editing = False
+        self._warned_autocast = False
+
+    # -- units ---------------------------------------------------------------------------------------------------------
+
+    def adopt(self, units: Iterable[Unit], root: Unit) -> None:
+        """Take units, from other runtimes too; `root` is the outermost. All must be sharded and idle."""
+        self.root = root
+        for unit in units:
+            for bucket in unit.buckets:
+                bucket.resources = self.resources
+                for i, leaf in enumerate(bucket.leaves):
+                    if unit.runtime is None:
+                        leaf.register_post_accumulate_grad_hook(_arrival(bucket, i))
+            unit.runtime = self
+            unit.position = len(self.units)
+            self.units.append(unit)
+            self.buckets.extend(unit.buckets)
+        sizes = [len(bucket.leaves) for bucket in self.buckets]
+        self.agreed = torch.cat(
+            [self.agreed.new_zeros(0), *(bucket.grads.agreed for bucket in self.buckets)]
+        )
+        for bucket, agreed in zip(self.buckets, self.agreed.split(sizes), strict=True):
+            bucket.grads.agreed = agreed
+        self._reduce_order = None
+
+    def claim(self, bucket: Bucket) -> None:
+        """Note which bucket a slot's storage holds."""
+        self._owners[bucket.slot_pointer()] = bucket
+
+    def disclaim(self, bucket: Bucket) -> None:
+        """Forget a bucket's slot."""
+        self._owners.pop(bucket.slot_pointer(), None)
+
+    def owner_of(self, tensor: Tensor) -> Bucket | None:
+        """The bucket whose full buffer a tensor is a view of, or None."""
+        return self._owners.get(tensor.untyped_storage().data_ptr())
+
+    def emit(self, verb: str, unit: Unit) -> None:
+        """Record an event of a whole unit."""
+        emit(verb, unit.name)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> Frame:
+        """Make a unit full for a forward of (part of) its module."""
+        in_backward = self._in_backward and _graph_task() != -1
+        if not in_backward:
+            self.recover()
+        for bucket in unit.buckets:
+            bucket.check_sites()
+        grad = torch.is_grad_enabled()
+        try:
+            self._make_full_for_forward(unit, in_backward)
+        except BaseException:
+            if self._depth == 0 and not in_backward:
+                self._abandon()
+            raise
+        unit.packed = 0
+        unit.active += 1
+        self._depth += 1
+        autocast = torch.is_autocast_enabled(self.device.type)
+        restore = self._switch_autocast_cache_off() if autocast else False
+        return Frame(grad, in_backward, grad and saved_tensors.push(self), restore)
+
+    def _make_full_for_forward(self, unit: Unit, in_backward: bool) -> None:
+        if self._editing:
+            raise RuntimeError(
+                f"unit '{unit.label}': expected no forward inside full_params(), got one: it would not see the edits. "
+                "Leave the context first."
+            )
+        if in_backward:
+            self._touch(unit)
+            return
+        if unit.active == 0:
+            self._forward.visit(unit.position)
+        self._ensure_full(unit)
+        self._prefetch(self._forward)
+
+    def leave(self, unit: Unit, frame: Frame, output: Any) -> None:
+        """End a forward that succeeded."""
+        self._undo(unit, frame)
+        if frame.in_backward:
+            return
+        if frame.grad and (unit.packed or unit.has_children):
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: self._hint(unit))
+        if unit.active == 0 and unit.is_full() and not self._keeps(unit, frame.grad):
+            unit.free()
+        if self._depth == 0:
+            self._end_forward(frame.grad)
+
+    def leave_failed(self, unit: Unit, frame: Frame) -> None:
+        """End a forward that raised. In backward that may be checkpoint's early stop, which is no failure."""
+        self._undo(unit, frame)
+        if frame.in_backward:
+            return
+        if self._depth == 0:
+            self._forward.abandon()
+            self._free_all()
+        elif unit.active == 0 and unit.is_full():
+            unit.free()
+
+    def _undo(self, unit: Unit, frame: Frame) -> None:
+        if frame.pop_hooks:
+            saved_tensors.pop()
+        if frame.restore_autocast_cache:
+            torch.set_autocast_cache_enabled(True)
+        unit.active -= 1
+        self._depth -= 1
+
+    def _keeps(self, unit: Unit, grad: bool) -> bool:
+        upcoming = self._forward.upcoming(1)
+        if upcoming and upcoming[0] == unit.position:
+            return True
+        return grad and (unit is self.root or self._forward.is_final(unit.position))
+
+    def _end_forward(self, grad: bool) -> None:
+        self._forward.finish()
+        for unit in self.units:
+            if not unit.is_sharded() and (not grad or not unit.is_full()):
+                unit.free()
+
+    def _switch_autocast_cache_off(self) -> bool:
+        if not self._warned_autocast:
+            self._warned_autocast = True
+            warnings.warn(
+                "fully_shard: expected no autocast around a sharded forward, got one. The cast weights stay in "
+                "memory until backward: pass mp_policy=MixedPrecisionPolicy(param_dtype=...) instead.",
+                stacklevel=4,
+            )
+        if not torch.is_autocast_cache_enabled():
+            return False
+        torch.set_autocast_cache_enabled(False)  # its copies would outlive the free
+        return True
+
+    def begin_editing(self) -> None:
+        """Refuse forwards until `end_editing`: they would not see the edits."""
+        self.recover()
+        if self._depth or self._in_backward or self._editing:
+            raise RuntimeError(
+                "full_params: expected no forward, backward or full_params under way, got one. Call it between steps."
+            )
+        self._editing = True
+
+    def end_editing(self) -> None:
+        """Allow forwards again."""
+        self._editing = False
+
+    # -- gather and prefetch -------------------------------------------------------------------------------------------
+
+    def ensure_full(self, unit: Unit) -> None:
+        """Gather and wait, for `unshard()`."""
+        self.recover()
+        self._ensure_full(unit)
+
+    def _ensure_full(self, unit: Unit) -> None:
+        if unit.is_reducing():
+            self._finish_reducing()
+        if not unit.is_sharded() and not unit.is_current():
+            unit.free()  # edited since it was gathered
+        if unit.is_full():
+            return
+        if unit.is_sharded():
+            unit.gather()
+        unit.wait()
+
+    def _prefetch(self, order: Order) -> None:
+        for position in order.upcoming(self.prefetch):
+            unit = self.units[position]
+            if unit.is_sharded() and not unit.released:
+                unit.gather()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def read_in_backward(self, unit: Unit, read: Callable[[], Tensor]) -> Tensor:
+        """Make a unit full and read a saved weight."""
+        if _graph_task() == -1:
+            # Somebody looks at a node's saved tensors outside any backward: nobody would free the unit later.
+            was_full = unit.is_full()
+            self._ensure_full(unit)
+            value = read().clone()
+            if not was_full:
+                unit.free()
+            return value
+        self._touch(unit)
+        return read()
+
+    def _hint(self, unit: Unit) -> None:
+        if not unit.released:
+            self._touch(unit)
+
+    def _touch(self, unit: Unit) -> None:
+        """Note that backward has come to a unit: full now, the next ones prefetched, the last one let go."""
+        if not self._in_backward:
+            self._begin_backward()
+        previous, self._current = self._current, unit
+        if previous is unit:
+            if not unit.is_full():
+                self._ensure_full(unit)
+            return
+        for done in [u for u in self._lingering if u is not unit]:
+            self._lingering.remove(done)
+            self._release(done)
+        if previous is not None and previous.is_full() and previous.is_spent():
+            previous.free()
+        self._backward.visit(unit.position)
+        self._ensure_full(unit)
+        self._prefetch(self._backward)
+
+    def arrived(self, bucket: Bucket, index: int) -> None:
+        """Note that autograd has left a parameter's gradient in its leaf."""
+        if not self._in_backward:
+            self._begin_backward()
+        unit, grads = bucket.unit, bucket.grads
+        if unit.released or grads.arrived[index]:
+            unit.late = unit.late or unit.released
+            return
+        grads.arrived[index] = True
+        unit.arrived += 1
+        if unit.arrived == unit.trainable():
+            if unit.has_frozen():
+                self._lingering.append(unit)  # frozen weights may have readers yet
+            else:
+                self._release(unit)
+
+    def _begin_backward(self) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._in_backward = True
+        self._next_reduce = 0
+        if not self._backward.last:
+            self._backward.last = self._forward.first_visits()[::-1]
+        if self._reduce_order is None and any(unit.sync for unit in self.units):
+            self._reduce_order = self._agree_on_order()
+
+    def _agree_on_order(self) -> list[Unit]:
+        visited = self._forward.first_visits()[::-1]
+        rest = [unit.position for unit in reversed(self.units) if unit.position not in set(visited)]
+        order = torch.tensor([*visited, *rest], dtype=torch.int64, device=self.device)
+        self.comm.broadcast(order, label=label("agree", "reduction order")).wait()
+        return [self.units[position] for position in order.tolist()]
+
+    def _release(self, unit: Unit) -> None:
+        """All gradients of a unit are there: free it, and reduce it when its turn has come."""
+        unit.released = True
+        unit.expected = unit.arrived
+        if unit.is_gathering():
+            unit.free()  # prefetched, but its backward reads no weights
+        if unit.sync:
+            self._reduce_in_turn()
+        else:
+            unit.pack()
+        if unit.is_full():
+            unit.free()
+
+    def _reduce_in_turn(self) -> None:
+        order = self._reduce_order or []
+        while self._next_reduce < len(order) and order[self._next_reduce].released:
+            unit = order[self._next_reduce]
+            self._next_reduce += 1
+            if unit.sync and unit.reduced_buckets():
+                self._finish_reducing()
+                unit.reduce()
+                self._reducing = unit
+
+    def _finish_reducing(self) -> None:
+        unit, self._reducing = self._reducing, None
+        if unit is not None:
+            unit.finish_reduce()
+
+    def _end_backward(self) -> None:
+        self._ending = True
+        try:
+            self._lingering.clear()
+            for unit in self._reduce_order or self.units:
+                if not unit.released:
+                    self._release(unit)
+            self._finish_reducing()
+            for unit in self._reduce_order or self.units:
+                if unit.late:
+                    self._reduce_late(unit)
+            if any(unit.sync for unit in self.units):
+                self._agree_on_used()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._ending = False
+        self._close_backward()
+
+    def _reduce_late(self, unit: Unit) -> None:
+        """A re-entrant checkpoint ran a second backward through a unit that had been reduced: add what it brought."""
+        unit.pack()
+        if unit.sync:
+            unit.reduce()
+            unit.finish_reduce()
+
+    def _agree_on_used(self) -> None:
+        """The control all-reduce: which parameters any rank used, and whether all ranks are in the same step."""
+        reduced = [b for unit in self.units if unit.sync for b in unit.reduced_buckets()]
+        self._sequence = (self._sequence + 1) % 4096
+        bits: list[float] = []
+        for bucket in self.buckets:
+            bits.extend(bucket.grads.pending if bucket.unit.sync else [False] * len(bucket.leaves))
+        words = torch.tensor(
+            [*bits, self._sequence, self._sequence**2], dtype=torch.float64, device=self.device
+        )
+        self.comm.all_reduce(words, label=label("agree", "used parameters")).wait()
+        self.agreed |= words[:-2] > 0
+        for bucket in reduced:
+            bucket.grads.reduced()
+        if words.device.type == "cpu":
+            total, squares = words[-2].item(), words[-1].item()
+            if total**2 != squares * self.comm.world:
+                raise RuntimeError(
+                    f"backward on rank {self.comm.rank}: expected every rank in backward {self._sequence}, got a mean "
+                    f"of {total / self.comm.world:g}. Run the same number of forwards and backwards on every rank."
+                )
+
+    def _close_backward(self) -> None:
+        self._in_backward = False
+        self._current = None
+        self._lingering.clear()
+        self._backward.finish()
+        for unit in self.units:
+            unit.begin_count()
+        self._free_all()
+
+    # -- failure -------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Clean up after a backward that raised: its end-of-backward callback never ran."""
+        if self._in_backward and not self._ending and _graph_task() == -1:
+            self._abandon()
+
+    def finish(self) -> None:
+        """What the optimizer calls first: no backward is under way, and a failed one has been cleaned up."""
+        self.recover()
+
+    def _abandon(self) -> None:
+        self._reducing = self._current = None
+        self._in_backward = False
+        self._depth = 0
+        self._lingering.clear()
+        self._backward.abandon()
+        self._forward.abandon()
+        for unit in self.units:
+            unit.abandon()
+
+    def _free_all(self) -> None:
+        fault: RuntimeError | None = None
+        for unit in self.units:
+            if not unit.is_sharded():
+                try:
+                    unit.free()
+                except RuntimeError as error:
+                    fault = fault or error
+        if fault is not None:
+            raise fault
+
+
+def _arrival(bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def arrived(_: Tensor) -> None:
+        bucket.unit.runtime.arrived(bucket, index)
+
+    return arrived
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Tensors in the usual containers. Others are missed: the hint comes later then, from the first saved weight."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _tensors(item)
+    elif isinstance(output, dict):
+        for item in output.values():
+            yield from _tensors(item)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward's guarantee: whoever unpacks a saved weight gets the gathered weight, whatever path led there.
+
+While a unit's forward runs, this pair of saved-tensor hooks replaces every saved view of a full buffer by its geometry.
+The graph then holds no parameter memory, and unpacking asks the unit to be full and rebuilds the view. All other tensors
+go to the hook pair outside ours: torch calls only the innermost one, so without that activation checkpointing or
+`save_on_cpu` around a unit would be silently off. Hooks also switch off autograd's own check that a saved tensor was not
+changed since, so it is made here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsdp_kernels.bucket import Bucket
+
+if TYPE_CHECKING:
+    from fsdp_kernels.runtime import Runtime
+
+_PackPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class _SavedView:
+    """A view of a full buffer: the bucket, the view's geometry, and the versions that it was saved under."""
+
+    __slots__ = ("bucket", "dtype", "index", "leaf_version", "offset", "size", "stride", "version")
+
+    def __init__(self, bucket: Bucket, view: Tensor) -> None:
+        self.bucket = bucket
+        self.dtype = view.dtype
+        self.size = view.size()
+        self.stride = view.stride()
+        self.offset = view.storage_offset()
+        at = self.offset * view.dtype.itemsize // bucket.compute_dtype.itemsize
+        self.index = max(bisect_right(bucket.grads.starts, at) - 1, 0)
+        self.version = bucket.version
+        self.leaf_version = bucket.leaves[self.index]._version
+
+    def check(self) -> None:
+        """Raise as plain torch does when a saved weight was changed before its backward."""
+        bucket = self.bucket
+        if (
+            bucket.version != self.version
+            or bucket.leaves[self.index]._version != self.leaf_version
+        ):
+            raise RuntimeError(
+                f"parameter '{bucket.names[self.index]}': expected it unchanged between forward and backward, got an "
+                "in-place change (an edit, a load or an optimizer step). Run backward before changing parameters."
+            )
+
+    def rebuild(self) -> Tensor:
+        """The same view, of wherever the unit is gathered now."""
+        bucket = self.bucket
+        full = bucket.full_params if self.dtype == bucket.compute_dtype else None
+        if full is None:
+            full = bucket.slot_view(self.dtype)
+        return full.as_strided(self.size, self.stride, self.offset)
+
+
+class _Kept:
+    """A tensor that is no parameter, with the version that it was saved under."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def get(self) -> Tensor:
+        """The tensor, if nobody changed it; the message has the words of torch's own check."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead. Do not change a tensor in place that backward still needs."
+            )
+        return self.tensor
+
+
+class _Passed:
+    """What the hook pair outside ours made of a tensor."""
+
+    __slots__ = ("payload", "unpack")
+
+    def __init__(self, outer: _PackPair, tensor: Tensor) -> None:
+        self.payload = outer[0](tensor)
+        self.unpack = outer[1]
+
+
+class SavedTensors:
+    """One pair of hooks: what it does not know goes to the pair that was innermost before it."""
+
+    __slots__ = ("_outer", "_runtime")
+
+    def __init__(self, runtime: Runtime, outer: _PackPair | None) -> None:
+        self._runtime = runtime
+        self._outer = outer
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Called by autograd for each tensor that an operation saves."""
+        if tensor.layout is torch.strided:
+            bucket = self._runtime.owner_of(tensor)
+            if bucket is not None:
+                bucket.unit.packed += 1
+                return _SavedView(bucket, tensor)
+        return _Kept(tensor) if self._outer is None else _Passed(self._outer, tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Called by autograd when the operation's backward needs the tensor."""
+        kind = type(saved)
+        if kind is _Kept:
+            return saved.get()  # type: ignore[no-any-return]
+        if kind is _SavedView:
+            saved.check()
+            return self._runtime.read_in_backward(saved.bucket.unit, saved.rebuild)
+        return saved.unpack(saved.payload)  # type: ignore[no-any-return]
+
+
+def push(runtime: Runtime) -> bool:
+    """Make our pair the innermost one, unless it is already; whether `pop` is due."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    if outer is not None and isinstance(getattr(outer[0], "__self__", None), SavedTensors):
+        return False
+    hooks = SavedTensors(runtime, outer)
+    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    return True
+
+
+def pop() -> None:
+    """Undo one `push` that returned True."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()

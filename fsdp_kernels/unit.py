@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One unit: a module whose own parameters are gathered, used and freed together; its state machine over its buckets."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import nn
+
+from fsdp_kernels.bucket import Bucket
+
+if TYPE_CHECKING:
+    from fsdp_kernels.runtime import Runtime
+
+
+class State(StrEnum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "SHARDED"
+    GATHERING = "GATHERING"
+    FULL = "FULL"
+    REDUCING = "REDUCING"
+
+
+_LEGAL: dict[State, frozenset[State]] = {
+    # A unit whose backward reads no weights (an embedding) is reduced without having been gathered again.
+    State.SHARDED: frozenset({State.GATHERING, State.REDUCING}),
+    State.GATHERING: frozenset({State.FULL, State.SHARDED}),
+    State.FULL: frozenset({State.SHARDED, State.REDUCING}),
+    State.REDUCING: frozenset({State.SHARDED}),
+}
+
+
+class Unit:
+    """A module, its buckets and their common state.
+
+    Attributes:
+        module: The module whose forward needs the parameters. The module owns the unit, not the other way round.
+        name: Path in the root, "" for the root.
+        position: Index in the runtime's list of units.
+        runtime: The context shared by all units of a root; replaced when an ancestor is sharded.
+        buckets: One per (dtype, requires_grad).
+        sync: Whether a backward reduces the gradients (False under `no_sync`).
+        active: How many forwards of the module are running.
+        packed: Saved tensors of the running forward that are views of the full parameters.
+        arrived: Gradients that came in the present backward.
+        late: Whether a gradient came after the unit had been released in the present backward.
+        released: Whether the unit has been released in the present backward.
+        expected: Gradients that arrived in the last backward, -1 before the first: when as many have come again,
+            the unit is probably done.
+    """
+
+    def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
+        self.module = module
+        self.name = ""
+        self.position = 0
+        self.runtime: Runtime = None  # type: ignore[assignment]  # set at once by Runtime.adopt
+        self.buckets = buckets
+        self.rnns: list[nn.RNNBase] = []
+        self.sync = True
+        self.active = 0
+        self.packed = 0
+        self.arrived = 0
+        self.late = False
+        self.released = False
+        self.expected = -1
+        self._state = State.SHARDED
+        for index, bucket in enumerate(buckets):
+            bucket.unit, bucket.index = self, index
+        self.has_children = next(module.children(), None) is not None
+
+    @property
+    def label(self) -> str:
+        """The name for messages and traces."""
+        return self.name or "root"
+
+    @property
+    def state(self) -> State:
+        """One of the state machine's names; a backward that failed is recovered from first."""
+        self.runtime.recover()
+        return self._state
+
+    def is_full(self) -> bool:
+        """Whether the parameters can be read now."""
+        return self._state is State.FULL
+
+    def is_sharded(self) -> bool:
+        """Whether a gather may start."""
+        return self._state is State.SHARDED
+
+    def is_gathering(self) -> bool:
+        """Whether a gather is under way."""
+        return self._state is State.GATHERING
+
+    def is_reducing(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._state is State.REDUCING
+
+    def _move(self, to: State) -> None:
+        if to not in _LEGAL[self._state]:
+            self._illegal(to)
+        self._state = to
+
+    def _illegal(self, to: State) -> NoReturn:
+        legal = ", ".join(sorted(_LEGAL[self._state]))
+        raise RuntimeError(
+            f"unit '{self.label}': cannot go from {self._state} to {to}; from {self._state} it can go to {legal}. "
+            "If you called unshard() or reshard(), call them outside forward and backward."
+        )
+
+    # -- gather, wait, free --------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Issue the gathers of all buckets."""
+        self._move(State.GATHERING)
+        for bucket in self.buckets:
+            bucket.sync_requires_grad()
+            bucket.gather()
+            self.runtime.claim(bucket)
+
+    def wait(self) -> None:
+        """Make the parameters readable on the current stream."""
+        self._move(State.FULL)
+        if self.buckets:
+            self.runtime.emit("wait", self)
+        for bucket in self.buckets:
+            bucket.wait()
+        if self.rnns:
+            self.sync_rnns()
+
+    def free(self) -> None:
+        """Hide and release the full parameters; the first fault is raised after all buckets are free."""
+        self._move(State.SHARDED)
+        self._free_buckets()
+
+    def _free_buckets(self) -> None:
+        fault: RuntimeError | None = None
+        for bucket in self.buckets:
+            self.runtime.disclaim(bucket)
+            try:
+                bucket.free()
+            except RuntimeError as error:
+                fault = fault or error
+        if self.rnns:
+            self.sync_rnns()
+        if fault is not None:
+            raise fault
+
+    def sync_rnns(self) -> None:
+        """Let nn.RNNBase, which reads its weights from a list of its own, see what attributes now show."""
+        for rnn in self.rnns:
+            rnn._flat_weights = [
+                getattr(rnn, name) if hasattr(rnn, name) else None  # type: ignore[misc]
+                for name in rnn._flat_weights_names
+            ]
+
+    def is_current(self) -> bool:
+        """Whether what was gathered still is what the shards say."""
+        return all(bucket.is_current() for bucket in self.buckets)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def trainable(self) -> int:
+        """Leaves that require a gradient."""
+        return sum(bucket.grads.count_trainable() for bucket in self.buckets)
+
+    def has_frozen(self) -> bool:
+        """Whether some of the parameters require no gradient: their last reader in backward cannot be seen."""
+        return any(b.grads.count_trainable() < len(b.leaves) for b in self.buckets)
+
+    def is_spent(self) -> bool:
+        """Whether backward has probably read these parameters for the last time. A wrong guess costs a gather."""
+        return self.arrived >= (self.trainable() if self.expected < 0 else self.expected)
+
+    def reduced_buckets(self) -> list[Bucket]:
+        """The buckets whose gradients are reduced: the same on every rank."""
+        return [b for b in self.buckets if b.grads.count_trainable() or any(b.grads.pending)]
+
+    def pack(self) -> None:
+        """Move the gradients out of the leaves; they wait for a backward that reduces."""
+        for bucket in self.buckets:
+            if bucket.grads.has_unpacked():
+                bucket.grads.pack()
+
+    def reduce(self) -> None:
+        """Free the full parameters, then issue the reductions."""
+        if self._state is State.FULL:
+            self._move(State.REDUCING)
+            self._free_buckets()
+        else:
+            self._move(State.REDUCING)
+        for bucket in self.reduced_buckets():
+            bucket.grads.reduce()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions; the shards' gradients are then accumulated."""
+        self._move(State.SHARDED)
+        for bucket in self.buckets:
+            bucket.grads.finish()
+
+    def begin_count(self) -> None:
+        """Forget what arrived in the last backward."""
+        self.arrived = 0
+        self.late = self.released = False
+        for bucket in self.buckets:
+            bucket.grads.arrived = [False] * len(bucket.leaves)
+
+    def abandon(self) -> None:
+        """After a failure: sharded, nothing pending, nothing under way."""
+        self.active = self.packed = 0
+        for bucket in self.buckets:
+            bucket.grads.abandon()
+        self.begin_count()
+        self._state = State.SHARDED
+        self._free_buckets()
