@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function as every rank of a small world, in real processes over gloo on loopback."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message is its traceback, or how its process ended."""
+
+
+class _Skip(Exception):
+    """Stands for pytest's own skip, which does not pickle."""
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: it returned a value, raised, or its process died."""
+
+    rank: int
+    value: Any = None
+    exception: BaseException | None = None
+    traceback: str = ""
+    died: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.exception is not None or self.died
+
+    def reraise(self) -> None:
+        """Raise what the rank raised, as its own type, with its traceback as the cause."""
+        cause = RankError(f"rank {self.rank} failed:\n{self.traceback}")
+        if self.exception is None:
+            raise cause
+        if isinstance(self.exception, _Skip):
+            pytest.skip(str(self.exception))
+        raise self.exception from cause
+
+
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60
+) -> list[Any]:  # of what `fn` returned, in rank order
+    """Call `fn(rank, world, *args)` on `world` forked ranks and return their results.
+
+    The first failure is raised here, with the rank's own type and traceback, and the other ranks
+    are killed. No process outlives the call. Results must pickle.
+
+    Raises:
+        TimeoutError: After `timeout` seconds; the message has the Python stacks of the slow ranks.
+    """
+    outcomes = _run(fn, world, args, timeout, stop_at_failure=True)
+    return [outcome.value for outcome in outcomes]
+
+
+def run_ranks_outcomes(
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60
+) -> list[Outcome]:
+    """Do the same, but let every rank end by itself and return what became of each.
+
+    For tests in which a rank is meant to fail or die.
+    """
+    return _run(fn, world, args, timeout, stop_at_failure=False)
+
+
+def _run(
+    fn: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float, stop_at_failure: bool
+) -> list[Outcome]:
+    # A process that has a live CUDA context cannot be forked; starting afresh costs seconds.
+    context: Any = mp.get_context("spawn" if _cuda_is_live() else "fork")
+    # The store's server lives here and picks a free port itself: no race for it, and it outlives
+    # any rank.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: list[tuple[BaseProcess, Connection]] = []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
+        collecting = gc.isenabled()
+        gc.disable()  # until the child has frozen what it inherited: see _rank_main
+        try:
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                setup = (rank, world, store.port, timeout, stacks)
+                process = context.Process(
+                    target=_rank_main, args=(setup, theirs, fn, args), daemon=True
+                )
+                process.start()
+                theirs.close()  # so that the rank's death reads as the end of the pipe
+                ranks.append((process, ours))
+            if collecting:
+                gc.enable()
+            return _collect(ranks, timeout, stop_at_failure, Path(stacks))
+        finally:
+            del store  # the traceback of a failure would keep its server thread
+            if collecting:
+                gc.enable()
+            for _, ours in ranks:
+                with suppress(OSError):
+                    ours.send_bytes(b"")  # releases a rank that succeeded
+                ours.close()
+            deadline = time.monotonic() + 5
+            for process, _ in ranks:
+                process.join(max(0.0, deadline - time.monotonic()) if not stop_at_failure else 1)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                process.close()
+
+
+def _cuda_is_live() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _collect(
+    ranks: list[tuple[BaseProcess, Connection]],
+    timeout: float,
+    stop_at_failure: bool,
+    stacks: Path,
+) -> list[Outcome]:
+    deadline = time.monotonic() + timeout
+    pending = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    outcomes: dict[int, Outcome] = {}
+    while pending:
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            _raise_timeout(ranks, sorted(pending.values()), timeout, stacks)
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = pending.pop(connection)
+            outcome = outcomes[rank] = _read(rank, ranks[rank][0], connection)
+            if outcome.failed and stop_at_failure:
+                for process, _ in ranks:
+                    process.kill()
+                outcome.reraise()
+    return [outcomes[rank] for rank in range(len(ranks))]
+
+
+def _read(rank: int, process: BaseProcess, connection: Connection) -> Outcome:
+    try:
+        value, exception, text = pickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        process.join(5)
+        text = f"its process ended without a result, exit code {process.exitcode}"
+        return Outcome(rank, died=True, traceback=text)
+    return Outcome(rank, value, exception, text)
+
+
+def _raise_timeout(
+    ranks: list[tuple[BaseProcess, Connection]], slow: list[int], timeout: float, stacks: Path
+) -> None:
+    for rank in slow:
+        pid = ranks[rank][0].pid
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)  # see _rank_main
+    time.sleep(0.3)
+    dumps = [f"rank {rank}:\n{_text(stacks / str(rank))}" for rank in slow]
+    for process, _ in ranks:
+        process.kill()
+    raise TimeoutError(
+        f"run_ranks: expected all of {len(ranks)} ranks to finish in {timeout} s, "
+        f"got none from {slow}. They were in\n" + "\n".join(dumps)
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else "(no stack)"
+
+
+def _rank_main(
+    setup: tuple[int, int, int, float, str],
+    connection: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    # What the parent left for its collector must not be destroyed here: destructors of stores and
+    # pools join threads that a fork does not copy, and hang.
+    gc.freeze()
+    gc.enable()
+    rank, world, port, timeout, stacks = setup
+    with open(Path(stacks) / str(rank), "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        try:
+            limit = timedelta(seconds=timeout)
+            store = TCPStore("127.0.0.1", port, world, is_master=False, timeout=limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+            message = pickle.dumps((fn(rank, world, *args), None, ""))
+        except BaseException as error:  # pytest.skip and SystemExit too: the parent raises them
+            connection.send_bytes(_pickled(error, traceback.format_exc()))
+            # Without a goodbye, as a failed rank leaves in real life: peers must not wait for it.
+            os._exit(1)
+        connection.send_bytes(message)
+        # Peers may still be in the last collective: keep the connections until the parent has heard
+        # from everyone.
+        with suppress(EOFError, OSError):
+            connection.recv_bytes()
+        os._exit(0)
+
+
+def _pickled(error: BaseException, text: str) -> bytes:
+    try:
+        message = pickle.dumps((None, error, text))
+        pickle.loads(message)  # some exceptions pickle and then do not load
+        return message
+    except Exception:
+        reason = str(error) if isinstance(error, pytest.skip.Exception) else None
+        return pickle.dumps((None, _Skip(reason) if reason else RankError(text), text))
