@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the C++ extensions: a function of FSDP_KERNELS_CUDA, CUDA_HOME, CXX and the files here.
+"""Build the C++ extensions: from FSDP_KERNELS_CUDA, CUDA_HOME, CXX, CXXFLAGS and the files here.
 
 FSDP_KERNELS_CUDA: ``auto`` (build the CUDA parts where the toolkit and the NCCL headers are),
 ``require`` (fail where they are not) or ``skip``. Nothing is downloaded, no hardware is looked at.
@@ -90,16 +90,17 @@ class NinjaBuild(build_ext):
 
     def build_extensions(self) -> None:
         tree, built = f"build/ninja-{sys.implementation.cache_tag}", {}
-        lines = [f"builddir = {tree}", f"cxx = {os.environ.get('CXX', 'g++')} {FLAGS} -Werror"]
-        lines += ["rule cc", " command = $cxx -MMD -MF $out.d $flags -c $in -o $out", " deps = gcc"]
-        lines += [" depfile = $out.d", "rule ld", " command = $cxx -shared $in -o $out $flags"]
+        cxx = f"{os.environ.get('CXX', 'g++')} {FLAGS} -Werror {os.environ.get('CXXFLAGS', '')}"
+        lines = [f"builddir = {tree}", f"cxx = {cxx}", "rule cc", " depfile = $out.d"]
+        lines += [" deps = gcc", " command = $cxx -MMD -MF $out.d $flags -c $in -o $out"]
+        lines += ["rule ld", " command = $cxx -shared $in -o $out $flags"]
         for ext in self.extensions:
             name = ext.name.rpartition(".")[2]
             system = [*ext.include_dirs, pybind11.get_include(), sysconfig.get_paths()["include"]]
             flags = shlex.join(["-Icsrc", *(f"-isystem{place}" for place in system)])
             objects = [f"{tree}/{name}/{source}.o" for source in ext.sources]
-            pairs = zip(objects, ext.sources, strict=True)
-            lines += [f"build {made}: cc {source}\n flags = {flags}" for made, source in pairs]
+            for source, made in zip(ext.sources, objects, strict=True):
+                lines += [f"build {made}: cc {source}", f" flags = {flags}"]
             built[ext.name] = f"{tree}/{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
             flags = shlex.join(ext.extra_link_args).replace("$", "$$")
             lines += [f"build {built[ext.name]}: ld {' '.join(objects)}", f" flags = {flags}"]
@@ -115,6 +116,5 @@ if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
     found = find_cuda(os.environ)
     modules = extensions(found)
-    built = ", ".join(module.name for module in modules)
-    print(f"fsdp_kernels builds {built}; CUDA parts: {found}", flush=True)
+    print("fsdp_kernels:", *(m.name for m in modules), "; CUDA parts:", found, flush=True)
     setup(ext_modules=modules, cmdclass={"build_ext": NinjaBuild})
