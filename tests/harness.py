@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore
 
 
 class RankError(RuntimeError):
@@ -89,17 +89,14 @@ def _run(
 ) -> list[Outcome]:
     # A process that has a live CUDA context cannot be forked; starting afresh costs seconds.
     context: Any = mp.get_context("spawn" if _cuda_is_live() else "fork")
-    # The store's server lives here and picks a free port itself: no race for it, and it outlives
-    # any rank.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[tuple[BaseProcess, Connection]] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-") as stacks:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         collecting = gc.isenabled()
         gc.disable()  # until the child has frozen what it inherited: see _rank_main
         try:
             for rank in range(world):
                 ours, theirs = context.Pipe()
-                setup = (rank, world, store.port, timeout, stacks)
+                setup = (rank, world, timeout, folder)
                 process = context.Process(
                     target=_rank_main, args=(setup, theirs, fn, args), daemon=True
                 )
@@ -108,9 +105,8 @@ def _run(
                 ranks.append((process, ours))
             if collecting:
                 gc.enable()
-            return _collect(ranks, timeout, stop_at_failure, Path(stacks))
+            return _collect(ranks, timeout, stop_at_failure, Path(folder))
         finally:
-            del store  # the traceback of a failure would keep its server thread
             if collecting:
                 gc.enable()
             for _, ours in ranks:
@@ -187,7 +183,7 @@ def _text(path: Path) -> str:
 
 
 def _rank_main(
-    setup: tuple[int, int, int, float, str],
+    setup: tuple[int, int, float, str],
     connection: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -196,14 +192,16 @@ def _rank_main(
     # pools join threads that a fork does not copy, and hang.
     gc.freeze()
     gc.enable()
-    rank, world, port, timeout, stacks = setup
-    with open(Path(stacks) / str(rank), "w") as stack:
+    rank, world, timeout, folder = setup
+    with open(Path(folder) / str(rank), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         try:
             limit = timedelta(seconds=timeout)
-            store = TCPStore("127.0.0.1", port, world, is_master=False, timeout=limit)
+            # A file needs no port, no server that a dead rank could take along, and no thread in
+            # the parent, which forks.
+            store = FileStore(str(Path(folder) / "store"), world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             message = pickle.dumps((fn(rank, world, *args), None, ""))
         except BaseException as error:  # pytest.skip and SystemExit too: the parent raises them

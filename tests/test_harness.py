@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -120,3 +121,32 @@ def test_state_of_the_parent_is_left_alone() -> None:
     run_ranks(_sum, 2, 0)
     assert dict(os.environ) == before
     assert not dist.is_initialized()
+
+
+class _Trap:
+    """Garbage in a cycle, whose destructor tells where it ran."""
+
+    destroyed: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        self.destroyed.append(os.getpid())
+
+
+def _collect(_rank: int, _world: int) -> list[int]:
+    gc.collect()
+    return [pid for pid in _Trap.destroyed if pid == os.getpid()]
+
+
+def test_ranks_do_not_destroy_what_the_parent_left() -> None:
+    """A destructor that joins a thread of the parent would hang in the child."""
+    gc.disable()
+    try:
+        _Trap()
+        assert run_ranks(_collect, 2) == [[], []]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert os.getpid() in _Trap.destroyed
