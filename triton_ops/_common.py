@@ -33,6 +33,9 @@ VECTOR_BYTES = 16  # one 128-bit access
 MAX_ALIGN_NUMEL = 64
 BLOCK_NUMEL = 1024  # elements a program of a device launch: 8 per thread with 4 warps
 NUM_WARPS = 4
+# Every launch says this explicitly: a contracted multiply-add rounds once where the reference
+# rounds twice, and triton's default differs by version.
+LAUNCH_OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
 INTERPRETER_BLOCK_NUMEL = 1 << 16  # the interpreter pays per program, hardly per element
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

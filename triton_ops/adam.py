@@ -130,10 +130,10 @@ def adam_coefs_kernel(
     """Advance the steps and fill the coefficients of BLOCK parameters, in float64."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < n_params
-    active = tl.load(used + rows, mask=mask, other=0) != 0
+    active = tl.where(tl.load(used + rows, mask=mask, other=0) != 0, 1.0, 0.0)
     if skip is not None:
-        active = active & (tl.load(skip) == 0.0)
-    count = tl.load(step + rows, mask=mask, other=0.0) + active.to(tl.float32)
+        active *= tl.where(tl.load(skip) == 0.0, 1.0, 0.0)
+    count = tl.load(step + rows, mask=mask, other=0.0) + active
     tl.store(step + rows, count, mask=mask)
     count = tl.maximum(count, 1.0).to(tl.float64)
 
@@ -177,7 +177,15 @@ def adam_coefs(
     grid = (triton.cdiv(n_params, _COEF_BLOCK),)
     with common.on_device(out):
         adam_coefs_kernel[grid](
-            hyper, step, used, skip, out, n_params, DECOUPLED=decoupled, BLOCK=_COEF_BLOCK
+            hyper,
+            step,
+            used,
+            skip,
+            out,
+            n_params,
+            DECOUPLED=decoupled,
+            BLOCK=_COEF_BLOCK,
+            **common.LAUNCH_OPTIONS,
         )
 
 
@@ -230,7 +238,5 @@ def adam(
             MAXIMIZE=maximize,
             ALIGN=min(table.align_numel, common.VECTOR_BYTES // narrowest),
             BLOCK=block,
-            num_warps=common.NUM_WARPS,
-            # A contracted multiply-add rounds once where the reference rounds twice.
-            enable_fp_fusion=False,
+            **common.LAUNCH_OPTIONS,
         )

@@ -14,7 +14,7 @@ from triton_ops._common import FragmentTable
 # Outside this range a float32 sum of squares has overflowed, or may have lost squares to underflow.
 _TRUSTED_MIN = tl.constexpr(1e-30)
 _TRUSTED_MAX = tl.constexpr(3.4e38)
-_BLOCKS = 4  # device blocks per program: each thread then sums 32 elements
+_BLOCKS = 2  # device blocks per program: each thread then sums 16 elements
 
 
 @triton.jit
@@ -87,6 +87,6 @@ def norm(grads: Tensor, table: FragmentTable) -> Tensor:
             ALIGN=min(table.align_numel, common.VECTOR_BYTES // grads.element_size()),
             BLOCK=block,
             WIDE=tl.float64 if grads.dtype == torch.float64 else tl.float32,
-            num_warps=common.NUM_WARPS,
+            **common.LAUNCH_OPTIONS,
         )
     return partials.sum(dim=0)

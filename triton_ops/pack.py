@@ -67,7 +67,7 @@ def pack_kernel(
     source_type: tl.constexpr = tl.pointer_type(DTYPE)
     index = tl.arange(0, BLOCK)
     if (address % _VECTOR_BYTES == 0) & (first % ALIGN == 0) & (start % ALIGN == 0):
-        source = tl.multiple_of(address, _VECTOR_BYTES).to(source_type)
+        source = tl.multiple_of(address.to(source_type), _VECTOR_BYTES)
         source += tl.multiple_of(first, ALIGN)
         target = out + tl.multiple_of(start, ALIGN)
         # As in adam: the mask of the block stops at a multiple of ALIGN.
@@ -184,5 +184,5 @@ def _launch(
             ACCUMULATE=accumulate,
             ALIGN=common.VECTOR_BYTES // narrowest,
             BLOCK=block,
-            num_warps=common.NUM_WARPS,
+            **common.LAUNCH_OPTIONS,
         )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every Triton kernel ahead of time and print what the PTX holds, as one JSON list.
+
+A program of its own, run by `test_triton_aot.py`: compiling needs a process in which triton is not
+in interpreter mode, and the test session's is. Needs no GPU; ptxas comes with triton's wheel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from triton_ops import _common as common
+from triton_ops import adam, norm, pack
+
+ARCHS = (80, 90, 100)
+THREADS = 32 * common.NUM_WARPS
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel, and the streams that must move 16 bytes at a time."""
+
+    name: str
+    kernel: Any
+    arguments: dict[
+        str, Any
+    ]  # dtype of a pointer as "*fp32", of a scalar as "i32"; else a constant
+    block: int
+    loads: tuple[str, ...] = ()  # dtypes of the streams read
+    stores: tuple[str, ...] = ()
+
+    def vector_accesses(self, streams: tuple[str, ...]) -> int:
+        """Count the 16-byte accesses that a thread needs for its part of a block's streams."""
+        return sum(
+            self.block * BYTES[dtype] // (THREADS * common.VECTOR_BYTES) for dtype in streams
+        )
+
+
+def adam_variant(grads: str, params: str | None, amsgrad: bool, decoupled: bool) -> Variant:
+    state = ("fp32",) * (4 if amsgrad else 3)
+    narrowest = min(BYTES[dtype] for dtype in (grads, params or "fp32"))
+    return Variant(
+        name=f"adam-{grads}-{params}-{'amsgrad' if amsgrad else 'plain'}",
+        kernel=adam.adam_kernel,
+        arguments={
+            "grads": f"*{grads}",
+            "master": "*fp32",
+            "exp_avg": "*fp32",
+            "exp_avg_sq": "*fp32",
+            "max_exp_avg_sq": "*fp32" if amsgrad else None,
+            "params": params and f"*{params}",
+            "chunks": "*i64",
+            "coefs": "*fp64",
+            "factor": "*fp64",
+            "scale": "fp64",
+            "DECOUPLED": decoupled,
+            "MAXIMIZE": False,
+            "ALIGN": common.VECTOR_BYTES // narrowest,
+            "BLOCK": common.BLOCK_NUMEL,
+        },
+        block=common.BLOCK_NUMEL,
+        loads=(grads, *state),
+        stores=(*state, *([params] if params else [])),
+    )
+
+
+def coefs_variant() -> Variant:
+    columns = {"hyper": "*fp64", "step": "*fp32", "used": "*i1", "skip": "*fp32", "out": "*fp64"}
+    constants = {"n_params": "i32", "DECOUPLED": True, "BLOCK": 128}
+    return Variant("adam_coefs", adam.adam_coefs_kernel, {**columns, **constants}, block=128)
+
+
+def norm_variant(grads: str) -> Variant:
+    block = common.BLOCK_NUMEL * norm._BLOCKS
+    arguments = {
+        "grads": f"*{grads}",
+        "chunks": "*i64",
+        "partials": "*fp64",
+        "ALIGN": common.VECTOR_BYTES // BYTES[grads],
+        "BLOCK": block,
+        "WIDE": tl.float32,
+    }
+    return Variant(f"norm-{grads}", norm.norm_kernel, arguments, block, loads=(grads,))
+
+
+def pack_variant(grads: str, out: str, accumulate: bool) -> Variant:
+    block = common.BLOCK_NUMEL * pack._BLOCKS
+    arguments = {
+        "out": f"*{out}",
+        "addresses": "*i64",
+        "chunks": "*i64",
+        "DTYPE": TYPES[grads],
+        "WIDE": tl.float32,
+        "ACCUMULATE": accumulate,
+        "ALIGN": common.VECTOR_BYTES // min(BYTES[grads], BYTES[out]),
+        "BLOCK": block,
+    }
+    name = f"pack-{grads}-{out}-{'accumulate' if accumulate else 'write'}"
+    loads = (grads, out) if accumulate else (grads,)
+    return Variant(name, pack.pack_kernel, arguments, block, loads=loads, stores=(out,))
+
+
+VARIANTS = (
+    adam_variant("fp32", None, amsgrad=False, decoupled=True),
+    adam_variant("bf16", "bf16", amsgrad=False, decoupled=True),
+    adam_variant("fp32", "bf16", amsgrad=False, decoupled=True),
+    adam_variant("fp16", "fp16", amsgrad=True, decoupled=False),
+    coefs_variant(),
+    norm_variant("fp32"),
+    norm_variant("bf16"),
+    pack_variant("fp32", "fp32", accumulate=False),
+    pack_variant("bf16", "fp32", accumulate=False),
+    pack_variant("bf16", "bf16", accumulate=True),
+)
+
+
+def compile_ptx(variant: Variant, arch: int) -> str:
+    """Compile as a launch with 16-byte aligned pointers would; return the PTX."""
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(variant.kernel.arg_names):
+        value = variant.arguments[name]
+        if isinstance(value, str):
+            signature[name] = value
+            if value.startswith("*"):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "constexpr"
+            constants[name] = value
+    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source, target=target, options=common.LAUNCH_OPTIONS)
+    return str(compiled.asm["ptx"])
+
+
+def resources(ptx: str, arch: int) -> str:
+    """Return what ``ptxas -v`` says of registers and spills."""
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(arch).path, "-v", "--fmad=false", f"--gpu-name={target[1]}"]
+        done = subprocess.run(
+            [*command, file.name, "-o", os.devnull], capture_output=True, text=True, check=True
+        )
+    return done.stderr
+
+
+def describe(variant: Variant, arch: int) -> dict[str, object]:
+    """Compile one variant for one architecture and count what it does to memory."""
+    ptx = compile_ptx(variant, arch)
+    accesses = Counter(re.findall(r"\b((?:ld|st)\.(?:global|local)[.\w]*)", ptx))
+    report = resources(ptx, arch)
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.findall(r"(\d+) bytes (?:spill|stack)", report)
+    assert registers is not None, report
+    return {
+        "variant": variant.name,
+        "arch": arch,
+        "accesses": accesses,
+        "expected_loads": variant.vector_accesses(variant.loads),
+        "expected_stores": variant.vector_accesses(variant.stores),
+        "streams": len(variant.loads) + len(variant.stores),
+        "local": ".local" in ptx,
+        "contracted": len(re.findall(r"\bfma\.rn", ptx)),
+        "approximate": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx)", ptx)),
+        "registers": int(registers[1]),
+        "spill_bytes": sum(map(int, spills)),
+    }
+
+
+if __name__ == "__main__":
+    json.dump([describe(variant, arch) for variant in VARIANTS for arch in ARCHS], sys.stdout)
