@@ -131,29 +131,42 @@ void adam(const Shard& shard, const AdamPart& part, AdamOptions options) {
   });
 }
 
-// In float64, where the square of any float32 is exact; four sums hide the latency of the addition.
+// Add the squares of one vector of elements to `sums`, in float64, where that of any float32 is
+// exact. A float32 vector fills two of float64.
+template <DType D>
+FK_INLINE void add_squares(const void* data, int64_t i, Vec<double, kLanes<double>> sums[2]) {
+  if constexpr (D == DType::kFloat64) {
+    for (int k = 0; k < 2; ++k) {
+      const auto x = load<double, D>(data, i + k * kLanes<double>);
+      sums[k] = multiply_add(x, x, sums[k]);
+    }
+  } else {
+    const auto x = load<float, D>(data, i);
+    const auto low = widen<kLanes<double>>(low_half(x)), high = widen<kLanes<double>>(high_half(x));
+    sums[0] = multiply_add(low, low, sums[0]);
+    sums[1] = multiply_add(high, high, sums[1]);
+  }
+}
+
 template <DType D>
 double square_sum_of(const void* data, int64_t start, int64_t stop) {
-  using V = Vec<double, kLanes<double>>;
-  constexpr int N = kLanes<double>;
-  V sums[4] = {};
+  constexpr int N = kLanes<float>;
+  Vec<double, kLanes<double>> sums[8] = {};  // as many as hide the latency of the addition
   int64_t i = start;
   for (; i + 4 * N <= stop; i += 4 * N) {
-    for (int k = 0; k < 4; ++k) {
-      const V x = load<double, D>(data, i + k * N);
-      sums[k] = sums[k] + x * x;
-    }
+    for (int k = 0; k < 4; ++k) add_squares<D>(data, i + k * N, sums + 2 * k);
   }
   for (; i < stop; i += N) {
     alignas(64) char rest[N * 8] = {};
     const int64_t bytes = itemsize(D), n = stop - i < N ? stop - i : N;
     std::memcpy(rest, static_cast<const char*>(data) + i * bytes, n * bytes);
-    const V x = load<double, D>(rest, 0);
-    sums[0] = sums[0] + x * x;
+    add_squares<D>(rest, 0, sums);
   }
-  const V all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (int k = 4; k > 0; k /= 2) {
+    for (int l = 0; l < k; ++l) sums[l] = sums[l] + sums[l + k];
+  }
   double sum = 0;
-  for (int k = 0; k < N; ++k) sum += all[k];
+  for (int k = 0; k < kLanes<double>; ++k) sum += sums[0][k];
   return sum;
 }
 

@@ -34,6 +34,65 @@ FK_INLINE To bits(From from) {
   return reinterpret_cast<To>(from);
 }
 
+// Exact conversions to twice the width. GCC 12 splits the generic form of the 512-bit ones in two.
+template <int N>
+FK_INLINE Vec<uint32_t, N> widen(Vec<uint16_t, N> h) {
+#if FK_VECTOR_BYTES == 64
+  if constexpr (N == 16) {
+    return bits<Vec<uint32_t, N>>(_mm512_maskz_cvtepu16_epi32(-1, bits<__m256i>(h)));
+  }
+#endif
+  return __builtin_convertvector(h, Vec<uint32_t, N>);
+}
+
+template <int N>
+FK_INLINE Vec<double, N> widen(Vec<float, N> f) {
+#if FK_VECTOR_BYTES == 64
+  if constexpr (N == 8) return bits<Vec<double, N>>(_mm512_maskz_cvtps_pd(-1, bits<__m256>(f)));
+#elif FK_VECTOR_BYTES == 32
+  if constexpr (N == 4) return bits<Vec<double, N>>(_mm256_cvtps_pd(bits<__m128>(f)));
+#endif
+  return __builtin_convertvector(f, Vec<double, N>);
+}
+
+template <int kFirst, class V, int... I>
+FK_INLINE auto lanes_of(const V& v, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(v, v, (kFirst + I)...);
+}
+
+template <class V>
+FK_INLINE auto low_half(const V& v) {
+  constexpr int half = sizeof(V) / sizeof(v[0]) / 2;
+  return lanes_of<0>(v, std::make_integer_sequence<int, half>());
+}
+
+template <class V>
+FK_INLINE auto high_half(const V& v) {
+  constexpr int half = sizeof(V) / sizeof(v[0]) / 2;
+  return lanes_of<half>(v, std::make_integer_sequence<int, half>());
+}
+
+// a * b + c, rounded once where the processor can.
+template <class V>
+FK_INLINE V multiply_add(V a, V b, V c) {
+#if FK_VECTOR_BYTES == 64
+  return bits<V>(_mm512_fmadd_pd(bits<__m512d>(a), bits<__m512d>(b), bits<__m512d>(c)));
+#elif FK_VECTOR_BYTES == 32
+  return bits<V>(_mm256_fmadd_pd(bits<__m256d>(a), bits<__m256d>(b), bits<__m256d>(c)));
+#else
+  return a * b + c;
+#endif
+}
+
+// Convert float32 to the type that is computed in.
+template <class T, int N>
+FK_INLINE Vec<T, N> to_compute(Vec<float, N> f) {
+  if constexpr (sizeof(T) == 8)
+    return widen<N>(f);
+  else
+    return f;
+}
+
 // float16 -> float32 without hardware: the exponent is rebased by a multiplication, which also
 // normalises subnormals.
 template <int N>
@@ -49,7 +108,7 @@ FK_INLINE Vec<float, N> widen_half(Vec<uint16_t, N> h) {
   if constexpr (N == 16) return bits<Vec<float, N>>(_mm512_maskz_cvtph_ps(-1, bits<__m256i>(h)));
 #endif
   using U = Vec<uint32_t, N>;
-  const U wide = __builtin_convertvector(h, U);
+  const U wide = widen<N>(h);
   const U magnitude = (wide & 0x7fff) << 13;
   U out = bits<U>(bits<Vec<float, N>>(magnitude) * 0x1p112f);
   const U special = magnitude | 0x7f800000u;  // inf and nan
@@ -108,16 +167,16 @@ FK_INLINE Vec<T, kLanes<T>> load(const void* base, int64_t i) {
     return __builtin_convertvector(v, Vec<T, N>);
   } else if constexpr (D == DType::kFloat32) {
     const auto v = load_raw<Vec<float, N>>(static_cast<const float*>(base) + i);
-    return __builtin_convertvector(v, Vec<T, N>);
+    return to_compute<T, N>(v);
   } else {
     const auto h = load_raw<Vec<uint16_t, N>>(static_cast<const uint16_t*>(base) + i);
     Vec<float, N> f;
     if constexpr (D == DType::kFloat16) {
       f = widen_half<N>(h);
     } else {
-      f = bits<Vec<float, N>>(__builtin_convertvector(h, Vec<uint32_t, N>) << 16);
+      f = bits<Vec<float, N>>(widen<N>(h) << 16);
     }
-    return __builtin_convertvector(f, Vec<T, N>);
+    return to_compute<T, N>(f);
   }
 }
 
