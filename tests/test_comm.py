@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The communication backends: the contract over each, and what is particular to one."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from comm_contract import CommContract
+from harness import run_ranks
+
+from fsdp_kernels.comm import Comm, ProcessGroupComm, Ticket, process_group
+
+
+class TestProcessGroupComm(CommContract):
+    """Over gloo on the CPU."""
+
+    @staticmethod
+    def make_comm(rank: int, world: int) -> Comm:
+        return ProcessGroupComm()
+
+
+class TestProcessGroupCommOverTorchReduceScatter(CommContract):
+    """With torch's own reduce-scatter instead of gloo's detour: what other backends take."""
+
+    @staticmethod
+    def make_comm(rank: int, world: int) -> Comm:
+        comm = ProcessGroupComm()
+        comm._gloo_on_cpu = False
+        return comm
+
+
+class FakeTicket(Ticket):
+    """Counts its waits, and fails when told to."""
+
+    def __init__(self, label: str, error: RuntimeError | None = None) -> None:
+        super().__init__(label)
+        self.waits = 0
+        self.error = error
+
+    def _finish(self) -> None:
+        self.waits += 1
+        if self.error:
+            raise self.error
+
+
+def test_a_ticket_waits_once() -> None:
+    ticket = FakeTicket("fk.gather[a/0]")
+    ticket.wait()
+    ticket.wait()
+    assert ticket.waits == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del ticket
+        gc.collect()
+
+
+def test_a_ticket_dropped_unwaited_warns_with_its_label() -> None:
+    tickets = [FakeTicket("fk.gather[a/0]")]
+    with pytest.warns(ResourceWarning, match=r"^fk\.gather\[a/0\]: expected every ticket"):
+        tickets.clear()
+
+
+def test_a_failed_wait_does_not_warn_too() -> None:
+    ticket = FakeTicket("fk.gather[a/0]", RuntimeError("on purpose"))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        ticket.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del ticket
+        gc.collect()
+
+
+def test_a_process_group_is_needed() -> None:
+    with pytest.raises(RuntimeError, match=r"expected torch\.distributed to be init"):
+        ProcessGroupComm()
+
+
+def _subgroup(rank: int, world: int) -> tuple[int, int] | str:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="expected this rank to be in the group"):
+            ProcessGroupComm(group)
+        return "outside"
+    comm = ProcessGroupComm(group)
+    value = torch.full((3,), float(rank))
+    comm.broadcast(value, src=1, label="fk.gather[a/0]").wait()  # rank 2 of the job
+    assert value.tolist() == [2.0] * 3
+    full = torch.zeros(2)
+    comm.all_gather(full, torch.tensor([float(rank)]), label="fk.gather[a/0]").wait()
+    assert full.tolist() == [1.0, 2.0]
+    return comm.rank, comm.world
+
+
+def test_ranks_are_those_of_the_group() -> None:
+    assert run_ranks(_subgroup, 3) == ["outside", (0, 2), (1, 2)]
+
+
+def _late(rank: int, world: int) -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    comm = ProcessGroupComm(group)
+    if rank == 1:
+        time.sleep(3.5)
+        return "late"
+    start = time.monotonic()
+    shard = torch.ones(4)
+    with pytest.raises(RuntimeError) as info:
+        comm.reduce_scatter(shard, torch.ones(8), label="fk.reduce[layers.3/0]").wait()
+    assert time.monotonic() - start < 3
+    return str(info.value)
+
+
+def test_a_late_rank_is_an_error_within_the_time_limit() -> None:
+    message = run_ranks(_late, 2)[0]
+    assert message.startswith("fk.reduce[layers.3/0]: expected reduce_scatter to complete on all 2")
+    assert "on rank 0:" in message
+    assert "read the first error of the other ranks" in message
+
+
+def _reuse(rank: int, world: int) -> None:
+    comm = ProcessGroupComm()
+    pointers = set()
+    for numel in (5000, 64, 5000, 320):
+        shard, full = torch.zeros(numel), torch.full((world * numel,), float(rank + 1))
+        comm.reduce_scatter(shard, full, label="fk.reduce[a/0]").wait()
+        assert shard.tolist() == [3.0] * numel
+        spare = comm._scratch._spare
+        assert spare is not None
+        assert spare.nbytes == world * 5000 * 4
+        pointers.add(spare.data_ptr())
+    assert len(pointers) == 1, "the receive buffer was allocated again"
+    comm.reduce_scatter(
+        torch.zeros(64, dtype=torch.bfloat16),
+        torch.ones(64 * world, dtype=torch.bfloat16),
+        label="fk.reduce[a/0]",
+    ).wait()
+    comm.close()
+    assert comm._scratch._spare is None
+
+
+def test_the_receive_buffer_of_reductions_is_reused() -> None:
+    run_ranks(_reuse, 2)
+
+
+def _sum_in_rank_order(rank: int, world: int) -> None:
+    # In float32, ((1e8 + 1) - 1e8) is 0 and ((1e8 - 1e8) + 1) is 1.
+    value = [1e8, 1.0, -1e8][rank]
+    shard = torch.zeros(2)
+    ProcessGroupComm().reduce_scatter(shard, torch.full((6,), value), label="fk.reduce[a/0]").wait()
+    assert shard.tolist() == [0.0, 0.0]
+
+
+def test_gloo_sums_in_rank_order_on_every_rank() -> None:
+    run_ranks(_sum_in_rank_order, 3)
+
+
+def test_torch_before_2_13_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old names are taken where the new ones are missing."""
+    try:
+        with monkeypatch.context() as patch:
+            for name in ("all_gather_single", "reduce_scatter_single"):
+                patch.delattr(dist, name, raising=False)
+            module = importlib.reload(process_group)
+            assert module._all_gather is dist.all_gather_into_tensor
+            assert module._reduce_scatter is dist.reduce_scatter_tensor
+    finally:
+        importlib.reload(process_group)
+    if hasattr(dist, "all_gather_single"):
+        assert process_group._all_gather is dist.all_gather_single
+        assert process_group._reduce_scatter is dist.reduce_scatter_single
