@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the example tells about a training: memory by kind, and the loss curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+KINDS = {
+    "params": "parameters, in the dtype of computation",
+    "master": "parameters, fp32 master",
+    "moments": "Adam's two moments, fp32",
+    "grads": "gradients, fp32",
+    "full_params": "full buckets of parameters, at most",
+    "full_grads": "full buckets of gradients, at most",
+}
+
+
+def ddp_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, int]:
+    """Compute what DistributedDataParallel holds on every rank: everything, nothing in buckets."""
+    numel = sum(p.numel() for p in model.parameters())
+    low = dtype != torch.float32
+    params, master = numel * dtype.itemsize, 4 * numel if low else 0
+    sizes = {"params": params, "master": master, "moments": 8 * numel, "grads": 4 * numel}
+    return dict.fromkeys(KINDS, 0) | sizes
+
+
+def buckets_of(model: Any) -> list[Any]:
+    """List the buckets of a sharded model, the root's first.
+
+    NOTE: buckets are not part of the public interface; a training program of your own does not
+    need them. They are looked at here to show how many bytes there really are.
+    """
+    return [bucket for unit in model.units for bucket in unit.buckets]
+
+
+def comm_name(model: nn.Module) -> str:
+    """Name the communication backend that a sharded model uses."""
+    return str(buckets_of(model)[0].comm.name)
+
+
+def planned_bytes(model: nn.Module) -> dict[str, int]:
+    """Compute what a rank of a sharded model will hold, padding included, from its layout."""
+    sizes = dict.fromkeys(KINDS, 0)
+    full: list[tuple[int, int]] = []
+    for bucket in buckets_of(model):
+        numel, own, compute = bucket.layout.shard_numel, bucket.dtype, bucket.compute_dtype
+        sizes["params"] += numel * compute.itemsize
+        sizes["master"] += numel * own.itemsize if own != compute else 0
+        sizes["moments"] += 2 * numel * own.itemsize
+        sizes["grads"] += numel * own.itemsize
+        full_numel = bucket.layout.full_numel
+        full.append((full_numel * compute.itemsize, full_numel * bucket.reduce_dtype.itemsize))
+    # The root stays full while its blocks come and go: one computes, the next is prefetched.
+    largest = max((params for params, _ in full[1:]), default=0)
+    sizes["full_params"] = full[0][0] + min(2, len(full) - 1) * largest
+    sizes["full_grads"] = max(grads for _, grads in full)
+    return sizes
+
+
+def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Add up the tensors that a rank of a sharded model holds. Call it before `zero_grad`."""
+    buckets = buckets_of(model)
+    params = [bucket.shard_params for bucket in buckets]
+    moments = [
+        value.to_local()
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name.startswith("exp_avg")
+    ]
+    pools = buckets[0].runtime.resources
+    return {
+        "params": storage_bytes(params),
+        "master": storage_bytes([bucket.shard_master for bucket in buckets], beside=params),
+        "moments": storage_bytes(moments),
+        "grads": storage_bytes([b.shard_grads for b in buckets if b.shard_grads is not None]),
+        "full_params": pools.params.peak_bytes,
+        "full_grads": pools.grads.peak_bytes,
+    }
+
+
+def storage_bytes(tensors: Iterable[Tensor], beside: Iterable[Tensor] = ()) -> int:
+    """Add up the memory under some tensors, once where they share it, without that of others."""
+    counted = {tensor.untyped_storage().data_ptr() for tensor in beside}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer not in counted)
+
+
+def table(columns: dict[str, dict[str, int]]) -> str:
+    """Lay out bytes by kind, one column for each dictionary, and their totals."""
+    rows = [["bytes per rank", *columns]]
+    rows += [[text, *(f"{c[kind]:,}" for c in columns.values())] for kind, text in KINDS.items()]
+    rows += [["together", *(f"{sum(c.values()):,}" for c in columns.values())]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    rule = "-" * len(lines[0])
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def draw_curve(path: Path, losses: Sequence[float], held_out: Sequence[tuple[int, float]]) -> str:
+    """Draw training and held-out loss as a PNG; returns its path, or why there is none."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "not drawn: install matplotlib to have it"
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    bits = [loss / math.log(2) for loss in losses]
+    smooth, mean = [], bits[0]
+    for step, value in enumerate(bits):
+        mean += (value - mean) / min(step + 1, 25)
+        smooth.append(mean)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    steps = range(1, len(bits) + 1)
+    axes.plot(steps, bits, color="tab:blue", alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smooth, color="tab:blue", label="training")
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out files")
+    axes.set(xlabel="step", ylabel="bits per byte")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return str(path)
