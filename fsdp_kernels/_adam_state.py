@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -244,6 +244,7 @@ class FlatState:
     kind: Master
     master: Tensor | None = None
     edits_seen: int = -1
+    _shards: dict[bool, AdamShard] = field(default_factory=dict)
 
     @classmethod
     def create(cls, bucket: Bucket, *, amsgrad: bool, master_weights: bool) -> FlatState:
@@ -310,10 +311,10 @@ class FlatState:
         self._follow_edits(bucket)
         master, params = self._master_and_params(bucket)
         for launch in plan.launches:
-            maximum = self.max_exp_avg_sq if launch.amsgrad else None
             if launch.table.starts:
-                shard = AdamShard(grads, master, self.exp_avg, self.exp_avg_sq, maximum, params)
+                shard = self._shard(launch, grads, master, params)
                 adam(shard, launch)
+                object.__setattr__(shard, "grads", self.exp_avg)
         self._publish(bucket, params)
         self.edits_seen = bucket.edit_version
         bucket.stepped()
@@ -337,6 +338,21 @@ class FlatState:
             return own, None if compute is own else compute
         master = own.float() if self.master is None else self.master
         return master, own
+
+    def _shard(
+        self, launch: Launch, grads: Tensor, master: Tensor, params: Tensor | None
+    ) -> AdamShard:
+        """Return the launch's buffers, checked once: checking takes longer than a small launch."""
+        # NOTE: between steps the kept record names another buffer in place of the gradients, though
+        # it is frozen: gradients may be dropped at any time and must not live on here.
+        shard = self._shards.get(launch.amsgrad)
+        if shard is None or shard.master is not master or shard.params is not params:
+            largest = self.max_exp_avg_sq if launch.amsgrad else None
+            shard = AdamShard(grads, master, self.exp_avg, self.exp_avg_sq, largest, params)
+            if self.kind is not Master.TEMPORARY:
+                self._shards[launch.amsgrad] = shard
+        object.__setattr__(shard, "grads", grads)
+        return shard
 
     def _publish(self, bucket: Bucket, params: Tensor | None) -> None:
         """Tell the bucket which of its two copies are fresh."""

@@ -23,7 +23,9 @@ from fsdp_kernels._adam_state import (
     build_plan,
     check_sharded,
 )
+from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
+from fsdp_kernels.trace import label
 from triton_ops._common import COEF_COLUMNS, AdamShard
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -252,18 +254,20 @@ class ShardedAdamBase(torch.optim.Optimizer):
 
     def _sum_of_squares(self, plan: Plan, active: list[BucketPlan]) -> Tensor:
         """Return the squared norm of this optimizer's mean gradients, float64 [1]."""
-        total = torch.zeros_like(plan.one)
-        sums: dict[int, Tensor] = {}
-        comms = {id(b.bucket.comm): b.bucket.comm for b in active}
+        # Nearly always one comm and one scale: then this is one sum and one all-reduce.
+        parts: dict[tuple[Comm, float], list[Tensor]] = {}
         for b in active:
-            grads, scale = b.bucket.shard_grads, b.bucket.grad_scale
+            grads = b.bucket.shard_grads
             assert grads is not None
-            part = sums.setdefault(id(b.bucket.comm), torch.zeros_like(total))
-            part.add_(ops.norm(grads, b.table)[:1], alpha=scale * scale)
-        for key, part in sums.items():
-            comms[key].all_reduce(part, label="fk.norm").wait()
-            total += part
-        return total
+            key = (b.bucket.comm, b.bucket.grad_scale)
+            parts.setdefault(key, []).append(ops.norm(grads, b.table))
+        totals: dict[Comm, Tensor] = {}
+        for (comm, scale), norms in parts.items():
+            squares = torch.stack(norms).sum(0)[:1] * (scale * scale)
+            totals[comm] = totals[comm] + squares if comm in totals else squares
+        for comm, total in totals.items():
+            comm.all_reduce(total, label=label("norm", "")).wait()
+        return sum(totals.values(), torch.zeros_like(plan.one))
 
     def _update(self, plan: Plan, active: list[BucketPlan], used: Tensor, factor: Tensor) -> None:
         """Advance the steps, then update every bucket that has gradients."""

@@ -401,18 +401,12 @@ def masters(rank: int, world: int, compute: torch.dtype, keep: bool) -> None:
         if step == 3:
             # Only what is really edited loses the bits below bf16.
             with torch.no_grad():
-                for m in (model, plain):
-                    kept = m.inp.weight if m is plain else full(m.inp.weight).float()
-                    mask = kept > 0.2
-                    edited = torch.where(mask, 0.2, kept)
-                    m.inp.weight.copy_(edited.to(BF16) if m is model else edited)
-                plain.inp.weight.copy_(
-                    torch.where(
-                        plain.inp.weight.to(BF16) == full(model.inp.weight),
-                        plain.inp.weight,
-                        full(model.inp.weight).float(),
-                    )
-                )
+                model.inp.weight.clamp_(max=0.2)
+                edited = full(model.inp.weight)
+                same = plain.inp.weight.to(BF16) == edited
+                assert same.any()
+                assert not same.all()
+                plain.inp.weight.copy_(torch.where(same, plain.inp.weight, edited.float()))
         optimizer.step()
         oracle.step()
         for name, p in model.named_parameters():
