@@ -149,11 +149,16 @@ def test_the_receive_buffer_of_reductions_is_reused() -> None:
 
 
 def _sum_in_rank_order(rank: int, world: int) -> None:
-    # In float32, ((1e8 + 1) - 1e8) is 0 and ((1e8 - 1e8) + 1) is 1.
-    value = [1e8, 1.0, -1e8][rank]
-    shard = torch.zeros(2)
-    ProcessGroupComm().reduce_scatter(shard, torch.full((6,), value), label="fk.reduce[a/0]").wait()
-    assert shard.tolist() == [0.0, 0.0]
+    # In float32, (1e8 + 1) - 1e8 is 0 and (1e8 - 1e8) + 1 is 1: the three tell all orders apart.
+    comm = ProcessGroupComm()
+    for values, expected in (
+        ([1e8, 1.0, -1e8], 0.0),
+        ([1.0, 1e8, -1e8], 0.0),
+        ([1e8, -1e8, 1.0], 1.0),
+    ):
+        shard, full = torch.zeros(2), torch.full((2 * world,), values[rank])
+        comm.reduce_scatter(shard, full, label="fk.reduce[a/0]").wait()
+        assert shard.tolist() == [expected] * 2
 
 
 def test_gloo_sums_in_rank_order_on_every_rank() -> None:
