@@ -37,18 +37,26 @@ def main() -> None:
     options = parse()
     device = join_processes()
     try:
+        training = prepare(options, device)
+        plan = introduce(training)
+        result = train(training)
+        conclude(training, plan, result)
+    finally:
+        dist.destroy_process_group()
+
+
+def prepare(options: Options, device: torch.device) -> Training:
+    """Get everything ready; the user's mistakes show here and end the program with a sentence."""
+    try:
         check(options)
+        options.out.mkdir(parents=True, exist_ok=True)
         model, optimizer, checkpoints = build(options, device)
         training = Training(options, device, model, optimizer, checkpoints)
         if options.resume:
             training.resume()
-        plan = introduce(training)
-        result = train(training)
-        conclude(training, plan, result)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"train_lm.py: {error}")
-    finally:
-        dist.destroy_process_group()
+    return training
 
 
 def build(

@@ -106,14 +106,14 @@ class GPT(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Fill weights as GPT-2 does: narrow normals, narrower still into the residual stream."""
+        """Draw matrices that keep the variance, smaller ones where blocks add to the stream."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 2:
                 into_residual = name.endswith(("out.weight", "mlp.2.weight"))
                 depth = 2 * self.config.layers if into_residual else 1
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(depth))
+                nn.init.normal_(parameter, std=1 / math.sqrt(self.config.width * depth))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute the logits, or the loss where targets are given.
@@ -125,7 +125,7 @@ class GPT(nn.Module):
         Returns:
             Without targets the logits [batch, time, 256]; with them the mean loss in nats, in fp32.
         """
-        # Scaled, because a shared weight is as small as the output layer needs it.
+        # The shared weight is as small as the output layer needs it; here its variance should be 1.
         x = self.embedding(tokens) * math.sqrt(self.config.width)
         rotation = self.rotation[:, : tokens.shape[1]].to(x.dtype)
         for block in self.blocks:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,7 +150,8 @@ class Training:
         """Write a checkpoint: model, optimizer, and what this rank needs besides."""
         cuda = self.device.type == "cuda"
         extra = {
-            "options": self.options.fixed(),
+            "rank": self.rank,
+            "options": self.fixed(),
             "losses": self.history.losses,
             "held_out": self.history.held_out,
             "scheduler": self.scheduler.state_dict(),
@@ -165,7 +168,7 @@ class Training:
                 "Check --out, or leave --resume out to start anew."
             )
         extra = self.checkpoints.load(self.checkpoint_path, self.model, self.optimizer)
-        now = self.options.fixed()
+        now = self.fixed()
         changed = [f"{k}={now[k]}, not {v}" for k, v in extra["options"].items() if now[k] != v]
         if changed:
             raise ValueError(
@@ -174,6 +177,13 @@ class Training:
             )
         self.history = History(extra["losses"], extra["held_out"])
         self.scheduler.load_state_dict(extra["scheduler"])
+        if extra["rank"] != self.rank:
+            return  # more ranks than before: a new one keeps its own random numbers
         torch.set_rng_state(extra["random"])
         if extra["random_cuda"] is not None:
             torch.cuda.set_rng_state(extra["random_cuda"], self.device)
+
+    def fixed(self) -> dict[str, Any]:
+        """Return what must not change when training is resumed: options, and the text."""
+        text = zlib.crc32(self.train_set.text.numpy().tobytes())
+        return self.options.fixed() | {"checksum of the text": text}
