@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """One bucket: the flat storage of a unit's parameters of one dtype and one `requires_grad`.
 
-The rank keeps `shard_master` (the parameter's own dtype, what the `FlatShard`s are views of) and `shard_params` (the
-compute dtype, what a gather sends; the same tensor where the dtypes are equal). Gathering fills a pool slot; the leaves,
-plain `nn.Parameter`s that the forward reads, become views of it. A leaf is one object for the bucket's whole life and
-only its data changes, so autograd accumulates into it once a backward however often its module was called. While the
-unit is freed, a leaf's data is one NaN expanded to the full shape: it costs four bytes, keeps the shape that autograd
-compares, and cannot be mistaken for a weight.
+The rank keeps `shard_master` (the parameter's own dtype, what the `FlatShard`s are views of) and
+`shard_params` (the compute dtype, what a gather sends; the same tensor where the dtypes are equal).
+Gathering fills a pool slot; the leaves, plain `nn.Parameter`s that the forward reads, become views
+of it. A leaf is one object for the bucket's whole life and only its data changes, so autograd
+accumulates into it once a backward however often its module was called. While the unit is freed, a
+leaf's data is one NaN expanded to the full shape: it costs four bytes, keeps the shape that
+autograd compares, and cannot be mistaken for a weight.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +73,10 @@ class Bucket:
         names: Fully qualified parameter names, in segment order.
         dtypes: Own, compute and reduce dtype.
         shard_master: 1-D [shard_numel], own dtype; lives on the current stream.
-        shard_params: 1-D [shard_numel], compute dtype; the same object as `shard_master` where the dtypes are equal.
-        full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream, owned by the pool.
+        shard_params: 1-D [shard_numel], compute dtype; the same object as `shard_master` where the
+            dtypes are equal.
+        full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream,
+            owned by the pool.
         params: The registered `FlatShard`s, in segment order.
         leaves: The `nn.Parameter`s that the forward reads while gathered.
         grads: The gradients' half of the bucket.
@@ -111,7 +115,7 @@ class Bucket:
         self._leaf_versions = [leaf._version for leaf in self.leaves]
         self.grads = BucketGrads(self)
 
-    # -- names ---------------------------------------------------------------------------------------------------------
+    # -- names ------------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
@@ -159,7 +163,7 @@ class Bucket:
             self.names[index], self.shapes[index], self.layout, index, self.resources.comm
         )
 
-    # -- versions: who wrote the parameters last -----------------------------------------------------------------------
+    # -- versions: who wrote the parameters last --------------------------------------------------
 
     @property
     def edit_version(self) -> int:
@@ -187,7 +191,7 @@ class Bucket:
         """The master was written in a way that no version counter saw."""
         increment_version(self.shard_master)
 
-    # -- gather, wait, free --------------------------------------------------------------------------------------------
+    # -- gather, wait, free -----------------------------------------------------------------------
 
     def gather(self) -> None:
         """Issue the gather into a pool slot; `wait()` makes the parameters readable."""
@@ -259,8 +263,10 @@ class Bucket:
             if leaf._version != self._leaf_versions[i]:
                 self._leaf_versions = [leaf._version for leaf in self.leaves]
                 raise RuntimeError(
-                    f"parameter '{self.names[i]}': expected no in-place change while its unit was gathered, got one: "
-                    "it was made on this rank's temporary copy and is lost. Edit inside `with model.full_params():`."
+                    f"parameter '{self.names[i]}': expected no in-place change while its unit was "
+                    "gathered, got one: "
+                    "it was made on this rank's temporary copy and is lost. Edit inside `with "
+                    "model.full_params():`."
                 )
 
     def _views(self, slot: Slot) -> list[Tensor]:
@@ -277,12 +283,26 @@ class Bucket:
             for segment, shape in zip(self.layout.segments, self.shapes, strict=True)
         ]
 
-    # -- leaves --------------------------------------------------------------------------------------------------------
+    # -- leaves -----------------------------------------------------------------------------------
 
     def _freed_view(self, shape: torch.Size) -> Tensor:
         dtype = self.dtypes.compute
         value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         return torch.full((), value, dtype=dtype, device=self.shard_master.device).expand(shape)
+
+    def on_arrival(self, note: Callable[[Bucket, int], None]) -> None:
+        """Call `note(bucket, index)` each time autograd has left a gradient in a leaf."""
+
+        def hook(index: int) -> Callable[[Tensor], None]:
+            return lambda _: note(self, index)
+
+        for index, leaf in enumerate(self.leaves):
+            if not leaf.is_floating_point():
+                continue
+            requires_grad = leaf.requires_grad
+            leaf.requires_grad_(True)  # a frozen one may be unfrozen later, and hooks ask for it
+            leaf.register_post_accumulate_grad_hook(hook(index))
+            leaf.requires_grad_(requires_grad)
 
     def adopt(self, params: list[FlatShard], sites: list[Site]) -> None:
         """Take the registered parameters and the places where they are registered."""
@@ -298,9 +318,12 @@ class Bucket:
         for site in self.sites:
             if site.module._parameters.get(site.name) is not params[site.index]:
                 raise RuntimeError(
-                    f"parameter '{self.names[site.index]}': expected the sharded parameter, got another object in its "
-                    "place (an assignment, functional_call or load_state_dict(assign=True)). The gathered weights "
-                    "would hide it: edit inside `with model.full_params():`, or shard the model afterwards."
+                    f"parameter '{self.names[site.index]}': expected the sharded parameter, got "
+                    "another object in its "
+                    "place (an assignment, functional_call or load_state_dict(assign=True)). The "
+                    "gathered weights "
+                    "would hide it: edit inside `with model.full_params():`, or shard the model "
+                    "afterwards."
                 )
 
     def sync_requires_grad(self) -> None:
@@ -310,7 +333,7 @@ class Bucket:
                 leaf.requires_grad_(param.requires_grad)
                 self.grads.trainable = -1
 
-    # -- the gradients' half, by the names that the rest of the package uses -------------------------------------------
+    # -- the gradients' half, by the names that the rest of the package uses ----------------------
 
     @property
     def shard_grads(self) -> Tensor | None:

@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each kind of operation does on `FlatShard`s; the table behind `FlatShard.__torch_dispatch__`.
 
-========================  ==========================================================================================
-kind                      what happens
-========================  ==========================================================================================
-element-wise              on the fragments; plain operands of the full shape are sliced, broadcast ones expanded first
-`_foreach_*`, `_fused_*`  the same, list by list, in one call
-`*_like`                  a tensor of the same geometry
-random fills              this rank's part of what the same seed gives the whole tensor
-norms                     global; one all-reduce, also for a whole `_foreach_norm`
-GradScaler's unscale      on the fragments; the non-finite flag is made global
-detach, alias             the same fragment
-anything else             refused with a sentence that names `full_params()`
-========================  ==========================================================================================
+========================
+========================================================================================== kind
+what happens
+========================
+==========================================================================================
+element-wise              on the fragments; plain operands of the full shape are sliced, broadcast
+ones expanded first `_foreach_*`, `_fused_*`  the same, list by list, in one call `*_like`
+a tensor of the same geometry random fills              this rank's part of what the same seed gives
+the whole tensor norms                     global; one all-reduce, also for a whole `_foreach_norm`
+GradScaler's unscale      on the fragments; the non-finite flag is made global detach, alias
+the same fragment anything else             refused with a sentence that names `full_params()`
+========================
+==========================================================================================
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import HINT, FlatShard, Geometry
@@ -63,15 +65,18 @@ def _refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
                 if func is aten.clone.default:
                     return
                 raise TypeError(
-                    f"parameter '{operand.geometry.name}': expected no autograd through a sharded parameter, "
-                    f"got {func} with gradients enabled. {HINT} For a value without gradients, use torch.no_grad()."
+                    f"parameter '{operand.geometry.name}': expected no autograd through a sharded "
+                    "parameter, "
+                    f"got {func} with gradients enabled. {HINT} For a value without gradients, use "
+                    "torch.no_grad()."
                 )
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard = _first(args, kwargs)
     raise TypeError(
-        f"parameter '{shard.geometry.name}': expected an element-wise operation on a sharded parameter, "
+        f"parameter '{shard.geometry.name}': expected an element-wise operation on a sharded "
+        "parameter, "
         f"got {func}. {HINT}"
     )
 
@@ -89,7 +94,8 @@ def _localize(operand: Any, geometry: Geometry) -> Any:
     if isinstance(operand, FlatShard):
         if not operand.geometry.matches(geometry):
             raise ValueError(
-                f"parameter '{geometry.name}': expected operands of one geometry, got '{operand.geometry.name}' of "
+                f"parameter '{geometry.name}': expected operands of one geometry, got "
+                f"'{operand.geometry.name}' of "
                 f"shape {tuple(operand.shape)} beside shape {tuple(geometry.shape)}. {HINT}"
             )
         return operand._local
@@ -105,6 +111,11 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[i] if i < len(args) else kwargs.get(argument.name))
     return found
+
+
+def _changed(operands: Iterable[Any]) -> None:
+    """Bump the version counters that the bucket reads: below autograd, operations do not."""
+    increment_version([operand._local for operand in operands if isinstance(operand, FlatShard)])
 
 
 def _wrap(result: Any, geometry: Geometry) -> Any:
@@ -129,6 +140,7 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*local_args, **local_kwargs)
     if not written:
         return _wrap(result, geometry)
+    _changed(written)
     return written[0] if len(written) == 1 else tuple(written)
 
 
@@ -137,6 +149,7 @@ def _copy(target: Any, source: Tensor, geometry: Geometry) -> Any:
     if not isinstance(target, FlatShard):
         _refuse(aten.copy_.default, (target, source), {})
     target._local.copy_(_localize(source, geometry))
+    _changed([target])
     return target
 
 
@@ -144,8 +157,10 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard = args[0]
     if shard.is_sharded_parameter:
         raise TypeError(
-            f"parameter '{shard.geometry.name}': expected dtype {shard.dtype} and device {shard.device} to stay, got "
-            f"a move to {kwargs.get('dtype') or kwargs.get('device')}. Move the model before fully_shard, or pass "
+            f"parameter '{shard.geometry.name}': expected dtype {shard.dtype} and device "
+            f"{shard.device} to stay, got "
+            f"a move to {kwargs.get('dtype') or kwargs.get('device')}. Move the model before "
+            "fully_shard, or pass "
             f"mp_policy. {HINT}"
         )
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
@@ -167,6 +182,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     result = func(*(local(a) for a in args), **{key: local(v) for key, v in kwargs.items()})
     if func._schema.is_mutable:
+        for operands in _written(func, args, kwargs):
+            _changed(operands or ())
         return None if result is None else args[0]
     return [FlatShard(item, geometry) for item, geometry in zip(result, geometries, strict=True)]
 
@@ -184,10 +201,11 @@ def _random_fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     shard = args[0]
     if not isinstance(shard, FlatShard) or any(isinstance(a, Tensor) for a in args[1:]):
         _refuse(func, args, kwargs)
-    # The whole tensor is drawn and sliced: ranks that share a seed then hold parts of one draw, and every rank's
-    # generator ends in the state that it would have without sharding.
+    # The whole tensor is drawn and sliced: ranks that share a seed then hold parts of one draw, and
+    # every rank's generator ends in the state that it would have without sharding.
     full = func(shard._local.new_empty(shard.geometry.shape), *args[1:], **kwargs)
     shard._local.copy_(shard.geometry.take(full))
+    _changed([shard])
     return shard
 
 
@@ -242,7 +260,8 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """GradScaler: one rank's overflow must be every rank's, or they would take different steps."""
     shards, found_inf, inv_scale = args
-    func([_first((s,), {})._local for s in shards], found_inf, inv_scale)
+    func([shard._local for shard in shards], found_inf, inv_scale)
+    _changed(shards)
     comm = shards[0].geometry.comm
     comm.all_reduce(found_inf, "max", label=label("found_inf", "")).wait()
     return None

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FlatShard`: a sharded parameter that keeps its global shape and holds one rank's 1-D fragment.
 
-The wrapper has the parameter's global shape, dtype and device; its data is the fragment, a 1-D view of the bucket's
-flat `shard_master`. Element-wise operations act on the fragment, so every element-wise `torch.optim` optimizer works as
-it is. Norms and the `GradScaler`'s non-finite flag are global. Anything that would need the other ranks' elements, or
-would be silently wrong on a fragment, raises and names `full_params()`.
+The wrapper has the parameter's global shape, dtype and device; its data is the fragment, a 1-D view
+of the bucket's flat `shard_master`. Element-wise operations act on the fragment, so every
+element-wise `torch.optim` optimizer works as it is. Norms and the `GradScaler`'s non-finite flag
+are global. Anything that would need the other ranks' elements, or would be silently wrong on a
+fragment, raises and names `full_params()`.
 
-Which operations are element-wise is not a list kept by hand: torch tags its pointwise operators. `flat_ops.py` says what
-each kind of operation does.
+Which operations are element-wise is not a list kept by hand: torch tags its pointwise operators.
+`flat_ops.py` says what each kind of operation does.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.optim.optimizer import _foreach_supported_types as _optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _util_foreach_types
 
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.layout import BucketLayout, Fragment, rectangles
@@ -91,7 +94,8 @@ class Geometry:
             expanded = full.expand(self.shape)
         except RuntimeError:
             raise ValueError(
-                f"parameter '{self.name}': expected an operand of shape {tuple(self.shape)} or one that "
+                f"parameter '{self.name}': expected an operand of shape {tuple(self.shape)} or one "
+                "that "
                 f"broadcasts to it, got {tuple(full.shape)}. {HINT}"
             ) from None
         return expanded.reshape(-1)[self.fragment.start : self.fragment.stop]
@@ -100,8 +104,9 @@ class Geometry:
 class FlatShard(torch.Tensor):
     """One rank's fragment of a sharded tensor, with the tensor's global shape.
 
-    Registered parameters are the user's own `nn.Parameter` objects, turned into this class in place.
-    Moments, gradients and results of element-wise operations are `FlatShard`s of the same geometry.
+    Registered parameters are the user's own `nn.Parameter` objects, turned into this class in
+    place. Moments, gradients and results of element-wise operations are `FlatShard`s of the same
+    geometry.
     """
 
     _local: Tensor
@@ -154,14 +159,15 @@ class FlatShard(torch.Tensor):
         """Give a local 1-D tensor the geometry of another `FlatShard`; the result is not a parameter."""
         return cls(local, other.geometry)
 
-    # -- what a user reads -------------------------------------------------------------------------------------------
+    # -- what a user reads ------------------------------------------------------------------------
 
     @property
     def bucket(self) -> Bucket:
         """The bucket that holds this parameter."""
         if self._owner is None:
             raise RuntimeError(
-                f"parameter '{self.geometry.name}': expected a sharded parameter, got a FlatShard that belongs to "
+                f"parameter '{self.geometry.name}': expected a sharded parameter, got a FlatShard "
+                "that belongs to "
                 "no bucket (a moment, a gradient or a result). Use the registered parameter."
             )
         return self._owner
@@ -204,7 +210,7 @@ class FlatShard(torch.Tensor):
         held = [part[: fragment.numel] for part, fragment in zip(parts, fragments, strict=True)]
         return torch.cat(held).view(geometry.shape)
 
-    # -- what would be silently wrong ----------------------------------------------------------------------------------
+    # -- what would be silently wrong -------------------------------------------------------------
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -258,8 +264,10 @@ class FlatShard(torch.Tensor):
 
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(
-            f"parameter '{self.geometry.name}': expected an element-wise operation, got {what}. {HINT} "
-            "To save or copy a model, use `fsdp_kernels.full_state_dict(model)` or `fsdp_kernels.checkpoint.save`."
+            f"parameter '{self.geometry.name}': expected an element-wise operation, got {what}. "
+            f"{HINT} "
+            "To save or copy a model, use `fsdp_kernels.full_state_dict(model)` or "
+            "`fsdp_kernels.checkpoint.save`."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -267,10 +275,11 @@ class FlatShard(torch.Tensor):
         part, geometry = self.fragment, self.geometry
         return (
             f"FlatShard('{geometry.name}', shape={tuple(geometry.shape)}, dtype={self.dtype}, "
-            f"rank {geometry.comm.rank} of {geometry.comm.world} holds elements [{part.start}, {part.stop}))"
+            f"rank {geometry.comm.rank} of {geometry.comm.world} holds elements [{part.start}, "
+            f"{part.stop}))"
         )
 
-    # -- torch.distributed.checkpoint's protocol -----------------------------------------------------------------------
+    # -- torch.distributed.checkpoint's protocol --------------------------------------------------
 
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         """List what this rank writes: its fragment, as boxes of the global tensor."""
@@ -302,6 +311,20 @@ class FlatShard(torch.Tensor):
                 return self._local[start : start + numel].view(sizes)
             start += numel
         raise ValueError(
-            f"parameter '{self.geometry.name}': expected the offsets of one of this rank's boxes, got {index}. "
+            f"parameter '{self.geometry.name}': expected the offsets of one of this rank's boxes, "
+            f"got {index}. "
             "Load with the same FlatShards that the plan was made from."
         )
+
+
+def _register_for_foreach() -> None:
+    """List the class where torch lists types for `_foreach_*`, as DTensor does.
+
+    Otherwise optimizers loop over parameters, and `clip_grad_norm_` makes one all-reduce for each.
+    """
+    for known in (_optim_foreach_types, _util_foreach_types):
+        if FlatShard not in known:
+            known.append(FlatShard)
+
+
+_register_for_foreach()

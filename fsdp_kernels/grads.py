@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients' half of a bucket: pack, reduce, accumulate, and what `p.grad` shows.
 
-Autograd leaves each parameter's gradient in its leaf. Packing moves all of a bucket's into one flat `full_grads` in the
-reduce dtype; under `no_sync` that buffer stays and the next packing adds to it. The reduce-scatter sums it over the
-ranks into `shard_grads`. The factor that makes a mean of the sum is not applied there: the Adam kernel reads it, and
-whoever reads `p.grad` first has it applied to the whole bucket, once.
+Autograd leaves each parameter's gradient in its leaf. Packing moves all of a bucket's into one flat
+`full_grads` in the reduce dtype; under `no_sync` that buffer stays and the next packing adds to it.
+The reduce-scatter sums it over the ranks into `shard_grads`. The factor that makes a mean of the
+sum is not applied there: the Adam kernel reads it, and whoever reads `p.grad` first has it applied
+to the whole bucket, once.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class BucketGrads:
     Attributes:
         shard_grads: 1-D [shard_numel], own dtype, or None; its contents count only while `present`.
         present: Whether `shard_grads` holds a sum.
-        scale: What turns `shard_grads` into the mean over ranks: 1/world, or 1.0 once it has been applied.
+        scale: What turns `shard_grads` into the mean over ranks: 1/world, or 1.0 once it has been
+            applied.
         arrived: Per parameter, whether its gradient came in the present backward.
         pending: Per parameter, whether it has a gradient that was not reduced yet.
         trainable: Number of leaves that require a gradient; -1 means to be counted again.
-        agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the last `drop`.
+        agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the
+            last `drop`.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -56,7 +59,7 @@ class BucketGrads:
         self._ticket: Ticket | None = None
         self._target: Tensor | None = None
 
-    # -- pack and reduce -----------------------------------------------------------------------------------------------
+    # -- pack and reduce --------------------------------------------------------------------------
 
     def count_trainable(self) -> int:
         """Leaves that require a gradient now."""
@@ -141,7 +144,8 @@ class BucketGrads:
     def _storage(self) -> Tensor:
         if self.shard_grads is None:
             bucket = self.bucket
-            # Padding is reduced too (packing zeroes it), but zeros now keep it finite whatever is read first.
+            # Padding is reduced too (packing zeroes it), but zeros now keep it finite whatever is
+            # read first.
             self.shard_grads = torch.zeros(
                 bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device
             )
@@ -159,7 +163,7 @@ class BucketGrads:
         if self._ticket is None:
             self._release_full()
 
-    # -- which parameters have a gradient ------------------------------------------------------------------------------
+    # -- which parameters have a gradient ---------------------------------------------------------
 
     def reduced(self) -> None:
         """Note that what was pending has been reduced and that `agreed` has changed."""
@@ -190,11 +194,11 @@ class BucketGrads:
         self._cleared.clear()
         self._host_used = None
 
-    # -- what p.grad shows ---------------------------------------------------------------------------------------------
+    # -- what p.grad shows ------------------------------------------------------------------------
 
     def grad(self, index: int) -> FlatShard | None:
         """The mean gradient of one parameter, an alias of `shard_grads`, or None."""
-        self.bucket.runtime.recover()
+        self.bucket.runtime.finish()
         if not self.present or index in self._cleared or not self.host_used()[index]:
             return None
         self.apply_scale()
@@ -216,7 +220,8 @@ class BucketGrads:
         if not isinstance(value, FlatShard) or not value.geometry.matches(param.geometry):
             got = type(value).__name__
             raise TypeError(
-                f"parameter '{self.bucket.names[index]}': expected a gradient that is None or a FlatShard of the same "
+                f"parameter '{self.bucket.names[index]}': expected a gradient that is None or a "
+                "FlatShard of the same "
                 f"parameter, got {got} of shape {tuple(getattr(value, 'shape', ()))}. {HINT}"
             )
         storage = self._storage()

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context that all units of one root share: it drives gather, wait, free, prefetch and reduce.
 
-Forward: a unit's call makes it full, prefetches what the recorded order expects next, runs the module, and frees. The
-root and the unit that backward needs first stay full. Backward: the first saved weight that autograd unpacks (or an
-early hint from the unit's outputs) makes the unit full again; when all its gradients have arrived it is freed and
-reduced. Reductions start in one fixed order, the reverse of rank 0's first forward, because ranks that finish units in
-different orders would otherwise mix two units' gradients without an error. A callback at the end of the backward
-reduces what is left (zeros where no gradient came) and lets the ranks agree on which parameters were used.
+Forward: a unit's call makes it full, prefetches what the recorded order expects next, runs the
+    module, and frees. The root and the unit that backward needs first stay full. Backward: the
+    first saved weight that autograd unpacks (or an early hint from the unit's outputs) makes the
+    unit full again; when all its gradients have arrived it is freed and reduced. Reductions start
+    in one fixed order, the reverse of rank 0's first forward, because ranks that finish units in
+    different orders would otherwise mix two units' gradients without an error. A callback at the
+    end of the backward reduces what is left (zeros where no gradient came) and lets the ranks agree
+    on which parameters were used.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,9 +82,10 @@ class Runtime:
         self._reducing: Unit | None = None
         self._sequence = 0
         self._editing = False
+        self._unreduced = False
         self._warned_autocast = False
 
-    # -- units ---------------------------------------------------------------------------------------------------------
+    # -- units ------------------------------------------------------------------------------------
 
     def adopt(self, units: Iterable[Unit], root: Unit) -> None:
         """Take units, from other runtimes too; `root` is the outermost. All must be sharded and idle."""
@@ -89,9 +93,8 @@ class Runtime:
         for unit in units:
             for bucket in unit.buckets:
                 bucket.resources = self.resources
-                for i, leaf in enumerate(bucket.leaves):
-                    if unit.runtime is None:
-                        leaf.register_post_accumulate_grad_hook(_arrival(bucket, i))
+                if unit.runtime is None:
+                    bucket.on_arrival(self.note_arrival)
             unit.runtime = self
             unit.position = len(self.units)
             self.units.append(unit)
@@ -120,7 +123,7 @@ class Runtime:
         """Record an event of a whole unit."""
         emit(verb, unit.name)
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    # -- forward ----------------------------------------------------------------------------------
 
     def enter(self, unit: Unit) -> Frame:
         """Make a unit full for a forward of (part of) its module."""
@@ -131,7 +134,8 @@ class Runtime:
             bucket.check_sites()
         grad = torch.is_grad_enabled()
         try:
-            self._make_full_for_forward(unit, in_backward)
+            with _outside_inference_mode():
+                self._make_full_for_forward(unit, in_backward)
         except BaseException:
             if self._depth == 0 and not in_backward:
                 self._abandon()
@@ -146,7 +150,8 @@ class Runtime:
     def _make_full_for_forward(self, unit: Unit, in_backward: bool) -> None:
         if self._editing:
             raise RuntimeError(
-                f"unit '{unit.label}': expected no forward inside full_params(), got one: it would not see the edits. "
+                f"unit '{unit.label}': expected no forward inside full_params(), got one: it would "
+                "not see the edits. "
                 "Leave the context first."
             )
         if in_backward:
@@ -166,21 +171,23 @@ class Runtime:
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: self._hint(unit))
-        if unit.active == 0 and unit.is_full() and not self._keeps(unit, frame.grad):
-            unit.free()
-        if self._depth == 0:
-            self._end_forward(frame.grad)
+        with _outside_inference_mode():
+            if unit.active == 0 and unit.is_full() and not self._keeps(unit, frame.grad):
+                unit.free()
+            if self._depth == 0:
+                self._end_forward(frame.grad)
 
     def leave_failed(self, unit: Unit, frame: Frame) -> None:
         """End a forward that raised. In backward that may be checkpoint's early stop, which is no failure."""
         self._undo(unit, frame)
         if frame.in_backward:
             return
-        if self._depth == 0:
-            self._forward.abandon()
-            self._free_all()
-        elif unit.active == 0 and unit.is_full():
-            unit.free()
+        with _outside_inference_mode():
+            if self._depth == 0:
+                self._forward.abandon()
+                self._free_all()
+            elif unit.active == 0 and unit.is_full():
+                unit.free()
 
     def _undo(self, unit: Unit, frame: Frame) -> None:
         if frame.pop_hooks:
@@ -206,8 +213,10 @@ class Runtime:
         if not self._warned_autocast:
             self._warned_autocast = True
             warnings.warn(
-                "fully_shard: expected no autocast around a sharded forward, got one. The cast weights stay in "
-                "memory until backward: pass mp_policy=MixedPrecisionPolicy(param_dtype=...) instead.",
+                "fully_shard: expected no autocast around a sharded forward, got one. The cast "
+                "weights stay in "
+                "memory until backward: pass mp_policy=MixedPrecisionPolicy(param_dtype=...) "
+                "instead.",
                 stacklevel=4,
             )
         if not torch.is_autocast_cache_enabled():
@@ -220,7 +229,8 @@ class Runtime:
         self.recover()
         if self._depth or self._in_backward or self._editing:
             raise RuntimeError(
-                "full_params: expected no forward, backward or full_params under way, got one. Call it between steps."
+                "full_params: expected no forward, backward or full_params under way, got one. "
+                "Call it between steps."
             )
         self._editing = True
 
@@ -228,7 +238,7 @@ class Runtime:
         """Allow forwards again."""
         self._editing = False
 
-    # -- gather and prefetch -------------------------------------------------------------------------------------------
+    # -- gather and prefetch ----------------------------------------------------------------------
 
     def ensure_full(self, unit: Unit) -> None:
         """Gather and wait, for `unshard()`."""
@@ -252,12 +262,13 @@ class Runtime:
             if unit.is_sharded() and not unit.released:
                 unit.gather()
 
-    # -- backward ------------------------------------------------------------------------------------------------------
+    # -- backward ---------------------------------------------------------------------------------
 
     def read_in_backward(self, unit: Unit, read: Callable[[], Tensor]) -> Tensor:
         """Make a unit full and read a saved weight."""
         if _graph_task() == -1:
-            # Somebody looks at a node's saved tensors outside any backward: nobody would free the unit later.
+            # Somebody looks at a node's saved tensors outside any backward: nobody would free the
+            # unit later.
             was_full = unit.is_full()
             self._ensure_full(unit)
             value = read().clone()
@@ -289,8 +300,12 @@ class Runtime:
         self._ensure_full(unit)
         self._prefetch(self._backward)
 
-    def arrived(self, bucket: Bucket, index: int) -> None:
+    @staticmethod
+    def note_arrival(bucket: Bucket, index: int) -> None:
         """Note that autograd has left a parameter's gradient in its leaf."""
+        bucket.unit.runtime._arrived(bucket, index)
+
+    def _arrived(self, bucket: Bucket, index: int) -> None:
         if not self._in_backward:
             self._begin_backward()
         unit, grads = bucket.unit, bucket.grads
@@ -331,6 +346,7 @@ class Runtime:
             self._reduce_in_turn()
         else:
             unit.pack()
+            unit.has_pending = unit.trainable() > 0
         if unit.is_full():
             unit.free()
 
@@ -360,8 +376,10 @@ class Runtime:
             for unit in self._reduce_order or self.units:
                 if unit.late:
                     self._reduce_late(unit)
-            if any(unit.sync for unit in self.units):
-                self._agree_on_used()
+            reduced = [unit for unit in self.units if unit.sync]
+            if reduced:
+                self._agree_on_used(reduced)
+            self._unreduced = any(unit.has_pending for unit in self.units)
         except BaseException:
             self._abandon()
             raise
@@ -376,13 +394,13 @@ class Runtime:
             unit.reduce()
             unit.finish_reduce()
 
-    def _agree_on_used(self) -> None:
+    def _agree_on_used(self, units: list[Unit]) -> None:
         """The control all-reduce: which parameters any rank used, and whether all ranks are in the same step."""
-        reduced = [b for unit in self.units if unit.sync for b in unit.reduced_buckets()]
+        reduced = {bucket for unit in units for bucket in unit.buckets}
         self._sequence = (self._sequence + 1) % 4096
         bits: list[float] = []
         for bucket in self.buckets:
-            bits.extend(bucket.grads.pending if bucket.unit.sync else [False] * len(bucket.leaves))
+            bits.extend(bucket.grads.pending if bucket in reduced else [False] * len(bucket.leaves))
         words = torch.tensor(
             [*bits, self._sequence, self._sequence**2], dtype=torch.float64, device=self.device
         )
@@ -394,8 +412,10 @@ class Runtime:
             total, squares = words[-2].item(), words[-1].item()
             if total**2 != squares * self.comm.world:
                 raise RuntimeError(
-                    f"backward on rank {self.comm.rank}: expected every rank in backward {self._sequence}, got a mean "
-                    f"of {total / self.comm.world:g}. Run the same number of forwards and backwards on every rank."
+                    f"backward on rank {self.comm.rank}: expected every rank in backward "
+                    f"{self._sequence}, got a mean "
+                    f"of {total / self.comm.world:g}. Run the same number of forwards and "
+                    "backwards on every rank."
                 )
 
     def _close_backward(self) -> None:
@@ -407,7 +427,7 @@ class Runtime:
             unit.begin_count()
         self._free_all()
 
-    # -- failure -------------------------------------------------------------------------------------------------------
+    # -- failure ----------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Clean up after a backward that raised: its end-of-backward callback never ran."""
@@ -415,8 +435,22 @@ class Runtime:
             self._abandon()
 
     def finish(self) -> None:
-        """What the optimizer calls first: no backward is under way, and a failed one has been cleaned up."""
+        """Clean up after a failed backward, and reduce what `no_sync` left (collective then).
+
+        The optimizer calls this first, and so does whoever reads `p.grad`: gradients that one rank
+        alone has accumulated are never shown, stepped with or lost.
+        """
         self.recover()
+        if not self._unreduced or self._in_backward:
+            return
+        self._unreduced = False
+        if self._reduce_order is None:
+            self._reduce_order = self._agree_on_order()
+        left = [unit for unit in self._reduce_order if unit.has_pending]
+        for unit in left:
+            unit.reduce()
+            unit.finish_reduce()
+        self._agree_on_used(left)
 
     def _abandon(self) -> None:
         self._reducing = self._current = None
@@ -440,11 +474,18 @@ class Runtime:
             raise fault
 
 
-def _arrival(bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-    def arrived(_: Tensor) -> None:
-        bucket.unit.runtime.arrived(bucket, index)
+_NULL = nullcontext()
 
-    return arrived
+
+@contextmanager
+def _leave_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _outside_inference_mode() -> AbstractContextManager[None]:
+    """Buffers outlive the forward: made inside inference mode, no later training could write them."""
+    return _leave_inference_mode() if torch.is_inference_mode_enabled() else _NULL
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward's guarantee: whoever unpacks a saved weight gets the gathered weight, whatever path led there.
 
-While a unit's forward runs, this pair of saved-tensor hooks replaces every saved view of a full buffer by its geometry.
-The graph then holds no parameter memory, and unpacking asks the unit to be full and rebuilds the view. All other tensors
-go to the hook pair outside ours: torch calls only the innermost one, so without that activation checkpointing or
-`save_on_cpu` around a unit would be silently off. Hooks also switch off autograd's own check that a saved tensor was not
-changed since, so it is made here.
+While a unit's forward runs, this pair of saved-tensor hooks replaces every saved view of a full
+buffer by its geometry. The graph then holds no parameter memory, and unpacking asks the unit to be
+full and rebuilds the view. All other tensors go to the hook pair outside ours: torch calls only the
+innermost one, so without that activation checkpointing or `save_on_cpu` around a unit would be
+silently off. Hooks also switch off autograd's own check that a saved tensor was not changed since,
+so it is made here.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ class _SavedView:
             or bucket.leaves[self.index]._version != self.leaf_version
         ):
             raise RuntimeError(
-                f"parameter '{bucket.names[self.index]}': expected it unchanged between forward and backward, got an "
-                "in-place change (an edit, a load or an optimizer step). Run backward before changing parameters."
+                f"parameter '{bucket.names[self.index]}': expected it unchanged between forward "
+                "and backward, got an "
+                "in-place change (an edit, a load or an optimizer step). Run backward before "
+                "changing parameters."
             )
 
     def rebuild(self) -> Tensor:
@@ -68,16 +71,22 @@ class _Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        # An operation that saves its own output hands it over with its graph node: kept as it is,
+        # node and tensor would own each other for ever. A detached alias has the same version
+        # counter, and autograd gives the node back on unpacking.
+        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
         self.version = tensor._version
 
     def get(self) -> Tensor:
         """The tensor, if nobody changed it; the message has the words of torch's own check."""
         if self.tensor._version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
-                f"version {self.version} instead. Do not change a tensor in place that backward still needs."
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version "
+                f"{self.tensor._version}; expected "
+                f"version {self.version} instead. Do not change a tensor in place that backward "
+                "still needs."
             )
         return self.tensor
 

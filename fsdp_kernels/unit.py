@@ -24,7 +24,8 @@ class State(StrEnum):
 
 
 _LEGAL: dict[State, frozenset[State]] = {
-    # A unit whose backward reads no weights (an embedding) is reduced without having been gathered again.
+    # A unit whose backward reads no weights (an embedding) is reduced without having been gathered
+    # again.
     State.SHARDED: frozenset({State.GATHERING, State.REDUCING}),
     State.GATHERING: frozenset({State.FULL, State.SHARDED}),
     State.FULL: frozenset({State.SHARDED, State.REDUCING}),
@@ -36,7 +37,8 @@ class Unit:
     """A module, its buckets and their common state.
 
     Attributes:
-        module: The module whose forward needs the parameters. The module owns the unit, not the other way round.
+        module: The module whose forward needs the parameters. The module owns the unit, not the
+            other way round.
         name: Path in the root, "" for the root.
         position: Index in the runtime's list of units.
         runtime: The context shared by all units of a root; replaced when an ancestor is sharded.
@@ -47,8 +49,10 @@ class Unit:
         arrived: Gradients that came in the present backward.
         late: Whether a gradient came after the unit had been released in the present backward.
         released: Whether the unit has been released in the present backward.
-        expected: Gradients that arrived in the last backward, -1 before the first: when as many have come again,
-            the unit is probably done.
+        has_pending: Whether a backward under `no_sync` left gradients that are still to be reduced; the
+            same on every rank, whichever parameters each of them used.
+        expected: Gradients that arrived in the last backward, -1 before the first: when as many
+            have come again, the unit is probably done.
     """
 
     def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
@@ -65,6 +69,7 @@ class Unit:
         self.late = False
         self.released = False
         self.expected = -1
+        self.has_pending = False
         self._state = State.SHARDED
         for index, bucket in enumerate(buckets):
             bucket.unit, bucket.index = self, index
@@ -105,11 +110,12 @@ class Unit:
     def _illegal(self, to: State) -> NoReturn:
         legal = ", ".join(sorted(_LEGAL[self._state]))
         raise RuntimeError(
-            f"unit '{self.label}': cannot go from {self._state} to {to}; from {self._state} it can go to {legal}. "
+            f"unit '{self.label}': cannot go from {self._state} to {to}; from {self._state} it can "
+            f"go to {legal}. "
             "If you called unshard() or reshard(), call them outside forward and backward."
         )
 
-    # -- gather, wait, free --------------------------------------------------------------------------------------------
+    # -- gather, wait, free -----------------------------------------------------------------------
 
     def gather(self) -> None:
         """Issue the gathers of all buckets."""
@@ -159,7 +165,7 @@ class Unit:
         """Whether what was gathered still is what the shards say."""
         return all(bucket.is_current() for bucket in self.buckets)
 
-    # -- gradients -----------------------------------------------------------------------------------------------------
+    # -- gradients --------------------------------------------------------------------------------
 
     def trainable(self) -> int:
         """Leaves that require a gradient."""
@@ -190,6 +196,7 @@ class Unit:
             self._free_buckets()
         else:
             self._move(State.REDUCING)
+        self.has_pending = False
         for bucket in self.reduced_buckets():
             bucket.grads.reduce()
 
@@ -209,6 +216,7 @@ class Unit:
     def abandon(self) -> None:
         """After a failure: sharded, nothing pending, nothing under way."""
         self.active = self.packed = 0
+        self.has_pending = False
         for bucket in self.buckets:
             bucket.grads.abandon()
         self.begin_count()
