@@ -34,7 +34,7 @@ class Members:
 
     @classmethod
     def of(cls, model: nn.Module, where: str) -> Members:
-        """List them, after waiting for what is under way.
+        """List them, after cleaning up what a failed step left.
 
         Raises:
             ValueError: If nothing in the model is sharded.
@@ -56,7 +56,7 @@ class Members:
             )
         buckets = {id(p.bucket): p.bucket for p in params.values()}
         for runtime in {id(b.runtime): b.runtime for b in buckets.values()}.values():
-            runtime.finish()
+            runtime.recover()
         first = next(iter(buckets.values()))
         return cls(params, buffers, other, Peers(first.comm, first.device))
 

@@ -155,7 +155,7 @@ class ShardedAdamBase(torch.optim.Optimizer):
             return super().zero_grad(set_to_none)  # not sharded yet
         plan = self._current_plan("zero_grad")
         for runtime in plan.runtimes:
-            runtime.finish()
+            runtime.recover()
         for b in plan.buckets:
             if b.picked is None:
                 if set_to_none:
