@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_kernels import (
-    FlatShard,
+    ProcessGroupComm,
     ShardedAdamW,
     _checkpoint_io,
     checkpoint,
@@ -31,6 +31,7 @@ from fsdp_kernels import (
     fully_shard,
     load_full_state_dict,
 )
+from fsdp_kernels.flat_shard import FlatShard
 
 BF16 = torch.bfloat16
 
@@ -544,6 +545,33 @@ def own_buffers(rank: int, world: int, folder: str) -> None:
     checkpoint.load(Path(folder) / "c", other)
     assert torch.equal(other.centre.mean, means[rank])
     assert int(other.centre.count) == 2
+
+
+def in_a_subgroup(rank: int, world: int, folder: str) -> None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    comm = ProcessGroupComm(group)
+
+    def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = shard(Odd, comm=comm)
+        return model, sharded_adamw(model)
+
+    model, optimizer = fresh()
+    train(model, optimizer, comm.rank, comm.world, range(2))
+    checkpoint.save(Path(folder) / "c", model, optimizer, {"rank": rank})
+    other, loaded = fresh()
+    assert checkpoint.load(Path(folder) / "c", other, loaded) == {"rank": rank}
+    assert bits(other, loaded) == bits(model, optimizer)
+    whole = full_state_dict(model)
+    assert bool(whole) == (comm.rank == 0)
+    load_full_state_dict(other, whole)
+    want = bits(model)
+    assert {k: v for k, v in bits(other).items() if v != want[k]}.keys() <= {"centre.mean"}
+
+
+def test_a_model_on_some_of_the_ranks(tmp_path: Path) -> None:
+    run_ranks(in_a_subgroup, 3, str(tmp_path))
 
 
 def test_dcps_own_tools_read_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from models import (
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_kernels import ShardedAdam, ShardedAdamW
+from fsdp_kernels import ShardedAdam, ShardedAdamW, ops
 from fsdp_kernels.flat_shard import FlatShard
 
 WORLDS = [1, 2, 3, 4]
@@ -125,6 +126,59 @@ def moments_can_be_edited(rank: int, world: int) -> None:
 
 def test_edits_of_the_state_count() -> None:
     run_ranks(moments_can_be_edited, 3)
+
+
+def launches(rank: int, world: int) -> None:
+    """Many parameters cost no more launches and no more collectives than their buckets do."""
+    model, _ = pair(torch.float32, param_dtype=BF16, reduce_dtype=torch.float32)
+    optimizer = ShardedAdamW(model.named_parameters(), max_grad_norm=1.0)
+    buckets = [bucket for unit in model.units for bucket in unit.buckets]
+    assert len(buckets) == 3
+    for step in range(3):
+        mse(model, Turn(rank, world, step, BF16))
+        calls: list[str] = []
+
+        def counted(name: str, real: Any, calls: list[str] = calls) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                calls.append(name)
+                return real(*args, **kwargs)
+
+            return call
+
+        comm = type(buckets[0].comm)
+        with (
+            mock.patch.object(ops, "adam", counted("adam", ops.adam)),
+            mock.patch.object(ops, "norm", counted("norm", ops.norm)),
+            mock.patch.object(ops, "adam_coefs", counted("coefs", ops.adam_coefs)),
+            mock.patch.object(comm, "all_reduce", counted("all_reduce", comm.all_reduce)),
+        ):
+            optimizer.step()
+        assert calls == ["norm"] * 3 + ["all_reduce", "coefs"] + ["adam"] * 3
+        optimizer.zero_grad()
+
+
+def test_one_kernel_for_each_bucket_and_one_all_reduce() -> None:
+    run_ranks(launches, 2)
+
+
+def state_bytes(rank: int, world: int) -> None:
+    for own, width in ((torch.float32, 8), (BF16, 12), (torch.float64, 16)):
+        model, _ = pair(own)
+        optimizer = sharded_adamw(model.parameters())
+        train(model, optimizer, rank, world, range(1))
+        held: dict[int, int] = {}
+        for entry in optimizer.state.values():
+            for value in entry.values():
+                if isinstance(value, FlatShard) and value.fragment.numel:
+                    storage = value.to_local().untyped_storage()
+                    held[storage.data_ptr()] = storage.nbytes()
+        buckets = [bucket for unit in model.units for bucket in unit.buckets]
+        numels = [b.layout.shard_numel for b in buckets if any(p.fragment.numel for p in b.params)]
+        assert sum(held.values()) == width * sum(numels), own
+
+
+def test_state_is_two_moments_and_a_master_for_each_element() -> None:
+    run_ranks(state_bytes, 3)
 
 
 # When it is built.
