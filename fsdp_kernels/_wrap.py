@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a module to its units: who becomes one, who owns which parameter, and the swap of parameters for `FlatShard`s."""
+"""From a module to its units: who becomes one, who owns which parameter, and the swap."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parameter import UninitializedParameter
 
 from fsdp_kernels.bucket import Bucket, Dtypes, Resources, Site
 from fsdp_kernels.comm.base import Comm
@@ -51,15 +53,16 @@ def find_units(module: nn.Module) -> list[Unit]:
     return [m.__dict__["_fk_unit"] for m in module.modules() if "_fk_unit" in m.__dict__]
 
 
-# -- who becomes a unit ------------------------------------------------------------------------------------------------
+# -- who becomes a unit ---------------------------------------------------------------------------
 
 
 def _choose(where: str, root: nn.Module, spec: UnitSpec) -> set[nn.Module]:
-    """The modules that become units now, the root included; modules sharded before are not asked again."""
+    """The modules that become units now, the root included; never one that was sharded before."""
     if spec is None:
         return {root}
     if isinstance(spec, int) and not isinstance(spec, bool):
         return {root} | _by_numel(where, root, spec)
+    matches: Callable[[nn.Module], bool]
     if isinstance(spec, type) or (
         isinstance(spec, tuple) and all(isinstance(c, type) for c in spec)
     ):
@@ -71,7 +74,8 @@ def _choose(where: str, root: nn.Module, spec: UnitSpec) -> set[nn.Module]:
         matches = spec
     else:
         raise TypeError(
-            f"{where}: expected units to be None, a class, a tuple of classes, a predicate or a number of parameters, "
+            f"{where}: expected units to be None, a class, a tuple of classes, a predicate or a "
+            "number of parameters, "
             f"got {spec!r}."
         )
     chosen = {
@@ -80,7 +84,8 @@ def _choose(where: str, root: nn.Module, spec: UnitSpec) -> set[nn.Module]:
     for module in chosen:
         if type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"{where}: expected units with a forward, got {type(module).__name__}, which is never called. "
+                f"{where}: expected units with a forward, got {type(module).__name__}, which is "
+                "never called. "
                 "Choose the modules inside it."
             )
     if not chosen and isinstance(spec, (type, tuple)):
@@ -99,7 +104,8 @@ def _by_numel(where: str, root: nn.Module, least: int) -> set[nn.Module]:
         """Parameters of a subtree that no chosen unit has taken."""
         if "_fk_unit" in module.__dict__:
             return 0
-        # Attention reads its children's weights without calling them, so they cannot be units of their own.
+        # Attention reads its children's weights without calling them, so they cannot be units of
+        # their own.
         calls_children = not isinstance(module, nn.MultiheadAttention)
         below = [left(child) if calls_children else _numel(child) for child in module.children()]
         own = sum(p.numel() for p in module.parameters(recurse=False)) + sum(below)
@@ -117,11 +123,11 @@ def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-# -- who owns which parameter ------------------------------------------------------------------------------------------
+# -- who owns which parameter ---------------------------------------------------------------------
 
 
 def plan_units(where: str, root: nn.Module, spec: UnitSpec) -> Plan:
-    """Decide units and owners, and refuse every parameter that cannot be sharded, before anything is changed."""
+    """Decide units and owners; refuse what cannot be sharded before anything is changed."""
     chosen = _choose(where, root, spec)
     entries: dict[int, Entry] = {}
     chains: dict[int, list[list[nn.Module]]] = {}
@@ -141,6 +147,17 @@ def plan_units(where: str, root: nn.Module, spec: UnitSpec) -> Plan:
                 walk(child, f"{path}.{name}" if path else name, chain)
 
     walk(root, "", [])
+    with _rnn_references_dropped(root):
+        return _assign(where, root, chosen, entries, chains)
+
+
+def _assign(
+    where: str,
+    root: nn.Module,
+    chosen: set[nn.Module],
+    entries: dict[int, Entry],
+    chains: dict[int, list[list[nn.Module]]],
+) -> Plan:
     owners: dict[nn.Module, list[Entry]] = {m: [] for m in root.modules() if m in chosen}
     for key, entry in entries.items():
         owner = _common(chains[key])
@@ -153,8 +170,27 @@ def plan_units(where: str, root: nn.Module, spec: UnitSpec) -> Plan:
     return Plan(where, owners, _one_device(where, fresh))
 
 
+@contextmanager
+def _rnn_references_dropped(root: nn.Module) -> Iterator[None]:
+    """Drop the weak references that nn.RNNBase keeps to its weights, for good if all goes well.
+
+    It compares them with its attributes to find replaced weights; units keep its list in step.
+    """
+    rnns = [m for m in root.modules() if isinstance(m, nn.RNNBase)]
+    for rnn in rnns:
+        rnn._flat_weight_refs = [None] * len(rnn._flat_weights_names)
+    try:
+        yield
+    except BaseException:
+        for rnn in rnns:
+            rnn._flat_weight_refs = [
+                None if weight is None else weakref.ref(weight) for weight in rnn._flat_weights
+            ]
+        raise
+
+
 def _common(chains: list[list[nn.Module]]) -> nn.Module:
-    """The innermost unit that contains every use: a shared weight belongs to the closest common ancestor's unit."""
+    """The innermost unit that contains every use of a shared weight."""
     common = chains[0]
     for chain in chains[1:]:
         length = next(
@@ -169,8 +205,10 @@ def _check_shared_outside(where: str, entry: Entry, owner: nn.Module) -> None:
     holder = entry.param.bucket.unit  # type: ignore[attr-defined]
     if holder.module is not owner:
         raise ValueError(
-            f"{where}: parameter '{entry.name}': expected a parameter that is used in one unit, got one that unit "
-            f"'{holder.label}', sharded before, shares with modules outside it. Shard both with one "
+            f"{where}: parameter '{entry.name}': expected a parameter that is used in one unit, "
+            "got one that unit "
+            f"'{holder.label}', sharded before, shares with modules outside it. Shard both with "
+            "one "
             "fully_shard(..., units=...) call, which gives it to their closest common ancestor."
         )
 
@@ -178,14 +216,14 @@ def _check_shared_outside(where: str, entry: Entry, owner: nn.Module) -> None:
 def _check(where: str, entry: Entry) -> None:
     param = entry.param
     problem = None
-    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+    if isinstance(param, UninitializedParameter):
         problem = "an initialised parameter, got a lazy one. Run one forward first"
     elif type(param) is not nn.Parameter and type(param) is not Tensor:
         problem = (
             f"a plain nn.Parameter, got {type(param).__name__}. Shard before any other wrapper"
         )
     elif param.is_meta:
-        problem = "a parameter with data, got one on the meta device. Call to_empty() and initialise first"
+        problem = "a parameter with data, got one on meta. Call to_empty() and initialise first"
     elif param.layout is not torch.strided:
         problem = f"a dense parameter, got layout {param.layout}"
     elif param.is_complex():
@@ -194,7 +232,8 @@ def _check(where: str, entry: Entry) -> None:
         problem = "a leaf, got the result of an operation"
     elif param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         problem = (
-            "no gradient hooks, got some: gradients never pass through the sharded parameter. Remove them, and change "
+            "no gradient hooks, got some: gradients never pass through the sharded parameter. "
+            "Remove them, and change "
             "p.grad after backward instead"
         )
     elif weakref.getweakrefs(param):
@@ -211,7 +250,8 @@ def _check_swappable(where: str, entry: Entry) -> None:
     uses = entry.param._use_count()  # type: ignore[attr-defined]
     if uses > 2:
         raise ValueError(
-            f"{where}: parameter '{entry.name}': expected no live views of it or graphs that use it, got {uses - 1}. "
+            f"{where}: parameter '{entry.name}': expected no live views of it or graphs that use "
+            f"it, got {uses - 1}. "
             "Delete them (outputs of an earlier forward, detached aliases) first."
         )
 
@@ -226,7 +266,7 @@ def _one_device(where: str, entries: list[Entry]) -> torch.device:
     return next(iter(devices), torch.device("cpu"))
 
 
-# -- communication -----------------------------------------------------------------------------------------------------
+# -- communication --------------------------------------------------------------------------------
 
 
 def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan: Plan) -> Comm:
@@ -235,11 +275,13 @@ def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan
         return comm
     if comm not in (None, "process_group"):
         raise ValueError(
-            f"{where}: expected comm to be None, 'process_group' or a Comm, got {comm!r}. Other backends do not exist yet."
+            f"{where}: expected comm to be None, 'process_group' or a Comm, got {comm!r}. Other "
+            "backends do not exist yet."
         )
     if not dist.is_initialized():
         raise RuntimeError(
-            f"{where}: expected an initialised process group, got none. Call torch.distributed.init_process_group "
+            f"{where}: expected an initialised process group, got none. Call "
+            "torch.distributed.init_process_group "
             "first, or start the program with torchrun."
         )
     if mesh is not None and mesh.ndim != 1:
@@ -262,13 +304,13 @@ def sync_buffers(module: nn.Module, comm: Comm) -> None:
             data.copy_(sent)
 
 
-# -- buckets, and the swap ---------------------------------------------------------------------------------------------
+# -- buckets, and the swap ------------------------------------------------------------------------
 
 
 def build_units(
     plan: Plan, policy: MixedPrecisionPolicy, resources: Resources, sync: bool
 ) -> list[Unit]:
-    """Make units and buckets, and turn the parameters into `FlatShard`s; each parameter's memory goes as it is done."""
+    """Make units and buckets, and turn the parameters into `FlatShard`s, bucket by bucket."""
     units = []
     for module, entries in plan.owners.items():
         groups = group_parameters([(e.name, e.param.dtype, e.param.requires_grad) for e in entries])
@@ -317,16 +359,16 @@ def _build_bucket(
 
 
 def _swap(entries: list[Entry], bucket: Bucket) -> None:
-    sites = []
-    params = []
+    sites: list[Site] = []
+    params: list[Any] = []
     for index, entry in enumerate(entries):
         fragment = bucket.layout.fragment(index, bucket.rank)
         local = bucket.shard_master[fragment.shard_start : fragment.shard_stop]
         param: Any = entry.param
         flat = FlatShard(local, bucket.geometry(index), bucket, param.requires_grad)
         flat.__dict__.update(param.__dict__)  # attributes that the user set
-        flat._is_param = True  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(param, flat)
+        flat._is_param = True
+        torch.utils.swap_tensors(param, flat)  # type: ignore[no-untyped-call]
         params.append(param)
         sites.extend(Site(module, name, index) for module, name in entry.sites)
     bucket.adopt(params, sites)

@@ -29,6 +29,7 @@ from fsdp_kernels.streams import Streams
 from fsdp_kernels.trace import emit, label
 
 if TYPE_CHECKING:
+    from fsdp_kernels.runtime import Runtime
     from fsdp_kernels.unit import Unit
 
 
@@ -133,7 +134,7 @@ class Bucket:
         return self.resources.comm
 
     @property
-    def runtime(self) -> Any:
+    def runtime(self) -> Runtime:
         """The shared context of the root that the unit belongs to."""
         return self.unit.runtime
 
@@ -167,7 +168,7 @@ class Bucket:
 
     @property
     def edit_version(self) -> int:
-        """Bumped by every in-place torch operation on `shard_master` or any alias of it (`.data` included)."""
+        """Bumped by every in-place torch operation on `shard_master` or any alias of it."""
         return self.shard_master._version
 
     @property
@@ -215,14 +216,23 @@ class Bucket:
         )
 
     def wait(self) -> None:
-        """Make the current stream wait for the gather and show the full parameters to the modules."""
+        """Make the current stream wait for the gather; show the modules the full parameters."""
         assert self._ticket is not None and self._slot is not None
         ticket, self._ticket = self._ticket, None
         ticket.wait()
         for leaf, view in zip(self.leaves, self._views(self._slot), strict=True):
             leaf.data = view
+        self.show()
+
+    def show(self) -> None:
+        """Let the modules' attributes be the full parameters."""
         for names, name, leaf in self._site_dicts:
             names[name] = leaf
+
+    def hide(self) -> None:
+        """Let the modules' attributes be the sharded parameters again."""
+        for names, name, _ in self._site_dicts:
+            names.pop(name, None)
 
     def free(self) -> None:
         """Hide the full parameters and give the slot back.
@@ -236,8 +246,7 @@ class Bucket:
             ticket, self._ticket = self._ticket, None
             ticket.wait()
         else:
-            for names, name, _ in self._site_dicts:
-                names.pop(name, None)
+            self.hide()
             for leaf, view in zip(self.leaves, self._freed_views, strict=True):
                 leaf.data = view
         emit("free", self.unit.name, self.index)
@@ -250,7 +259,7 @@ class Bucket:
         return self._gathered_version == self.version
 
     def slot_pointer(self) -> int:
-        """Address of the slot's storage; how a saved tensor is recognised as a view of these parameters."""
+        """Address of the slot's storage: how a saved tensor is recognised as a view of it."""
         return 0 if self._slot is None else self._slot.pointer
 
     def slot_view(self, dtype: torch.dtype) -> Tensor:
@@ -301,7 +310,7 @@ class Bucket:
                 continue
             requires_grad = leaf.requires_grad
             leaf.requires_grad_(True)  # a frozen one may be unfrozen later, and hooks ask for it
-            leaf.register_post_accumulate_grad_hook(hook(index))
+            leaf.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
             leaf.requires_grad_(requires_grad)
 
     def adopt(self, params: list[FlatShard], sites: list[Site]) -> None:
@@ -313,10 +322,11 @@ class Bucket:
             leaf.requires_grad_(param.requires_grad)
 
     def check_sites(self) -> None:
-        """Refuse to run when somebody replaced a registered parameter: its values would be ignored."""
+        """Refuse to run when a registered parameter was replaced: its values would be ignored."""
         params = self.params
         for site in self.sites:
-            if site.module._parameters.get(site.name) is not params[site.index]:
+            registered: Any = site.module._parameters.get(site.name)
+            if registered is not params[site.index]:
                 raise RuntimeError(
                     f"parameter '{self.names[site.index]}': expected the sharded parameter, got "
                     "another object in its "
@@ -327,7 +337,7 @@ class Bucket:
                 )
 
     def sync_requires_grad(self) -> None:
-        """Let the leaves follow `requires_grad` of the registered parameters; the layout never moves."""
+        """Let the leaves follow the parameters' `requires_grad`; the layout never moves."""
         for param, leaf in zip(self.params, self.leaves, strict=True):
             if leaf.requires_grad != param.requires_grad:
                 leaf.requires_grad_(param.requires_grad)
@@ -337,7 +347,7 @@ class Bucket:
 
     @property
     def shard_grads(self) -> Tensor | None:
-        """1-D [shard_numel], own dtype: the sum over ranks that `grad_scale` turns into the mean; None without any."""
+        """1-D [shard_numel], own dtype: what `grad_scale` turns into the mean; None without any."""
         return self.grads.shard_grads if self.grads.present else None
 
     @property
@@ -350,11 +360,11 @@ class Bucket:
         return self.grads.grad(index)
 
     def set_grad(self, index: int, value: Tensor | None) -> None:
-        """Replace the gradient of one parameter; None also drops what is pending under `no_sync`."""
+        """Replace one parameter's gradient; None also drops what is pending under `no_sync`."""
         self.grads.set_grad(index, value)
 
     def used(self) -> Tensor:
-        """bool [n_params]: which parameters have a gradient, as all ranks agreed; on the device, no host read."""
+        """bool [n_params], on the device: which parameters have a gradient on any rank."""
         return self.grads.used()
 
     def drop_grads(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each kind of operation does on `FlatShard`s; the table behind `FlatShard.__torch_dispatch__`.
+"""What each kind of operation does on `FlatShard`s: the table behind the dispatcher.
 
 ========================
 ========================================================================================== kind
@@ -64,7 +64,7 @@ def _refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
             if isinstance(operand, FlatShard) and operand.requires_grad:
                 if func is aten.clone.default:
                     return
-                raise TypeError(
+                raise ValueError(
                     f"parameter '{operand.geometry.name}': expected no autograd through a sharded "
                     "parameter, "
                     f"got {func} with gradients enabled. {HINT} For a value without gradients, use "
@@ -72,9 +72,10 @@ def _refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
                 )
 
 
+# NOTE: never a TypeError: binary operators would turn it into NotImplemented and lose its words.
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard = _first(args, kwargs)
-    raise TypeError(
+    raise ValueError(
         f"parameter '{shard.geometry.name}': expected an element-wise operation on a sharded "
         "parameter, "
         f"got {func}. {HINT}"
@@ -156,7 +157,7 @@ def _copy(target: Any, source: Tensor, geometry: Geometry) -> Any:
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard = args[0]
     if shard.is_sharded_parameter:
-        raise TypeError(
+        raise ValueError(
             f"parameter '{shard.geometry.name}': expected dtype {shard.dtype} and device "
             f"{shard.device} to stay, got "
             f"a move to {kwargs.get('dtype') or kwargs.get('device')}. Move the model before "

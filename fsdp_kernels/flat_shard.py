@@ -79,7 +79,7 @@ class Geometry:
         return self.shape == other.shape and same_range and self.comm.world == other.comm.world
 
     def take(self, full: Tensor) -> Tensor:
-        """Slice this rank's fragment out of a tensor of the global shape (or one that broadcasts to it).
+        """Slice this rank's fragment out of a tensor that broadcasts to the global shape.
 
         Args:
             full: Any tensor whose shape broadcasts to the global shape.
@@ -114,7 +114,7 @@ class FlatShard(torch.Tensor):
     _owner: Bucket | None
 
     # Only the dispatcher-level protocol is used: it sees in-place operations through `.data` too.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -132,7 +132,7 @@ class FlatShard(torch.Tensor):
             owner: The bucket, for registered parameters only.
             requires_grad: As for any tensor.
         """
-        make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make = torch.Tensor._make_wrapper_subclass
         self: FlatShard = make(
             cls,
             geometry.shape,
@@ -146,7 +146,7 @@ class FlatShard(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on the fragments, or refuse it (see `flat_ops`)."""
@@ -156,7 +156,7 @@ class FlatShard(torch.Tensor):
 
     @classmethod
     def like(cls, other: FlatShard, local: Tensor) -> FlatShard:
-        """Give a local 1-D tensor the geometry of another `FlatShard`; the result is not a parameter."""
+        """Give a local 1-D tensor another `FlatShard`'s geometry; the result is no parameter."""
         return cls(local, other.geometry)
 
     # -- what a user reads ------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class FlatShard(torch.Tensor):
         return self._owner
 
     @property
-    def index(self) -> int:
+    def index(self) -> int:  # type: ignore[override]
         """The parameter's index in its bucket."""
         return self.geometry.index
 
@@ -213,7 +213,7 @@ class FlatShard(torch.Tensor):
     # -- what would be silently wrong -------------------------------------------------------------
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The mean gradient over ranks, a `FlatShard`, or None where no rank used the parameter."""
         return None if self._owner is None else self._owner.grad(self.index)
 
@@ -224,8 +224,8 @@ class FlatShard(torch.Tensor):
         self._owner.set_grad(self.index, value)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        """An alias without autograd; in-place changes through it are seen, as any other (`Bucket.edit_version`)."""
+    def data(self) -> Tensor:
+        """An alias without autograd; in-place changes through it are seen as any other."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -270,7 +270,7 @@ class FlatShard(torch.Tensor):
             "`fsdp_kernels.checkpoint.save`."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say which part of what this rank holds; never gathers."""
         part, geometry = self.fragment, self.geometry
         return (
@@ -324,7 +324,7 @@ def _register_for_foreach() -> None:
     """
     for known in (_optim_foreach_types, _util_foreach_types):
         if FlatShard not in known:
-            known.append(FlatShard)
+            known.append(FlatShard)  # type: ignore[arg-type]
 
 
 _register_for_foreach()

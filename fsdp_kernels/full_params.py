@@ -17,7 +17,7 @@ from fsdp_kernels.unit import Unit
 
 @contextmanager
 def open_full_params(module: nn.Module, units: list[Unit]) -> Iterator[dict[str, nn.Parameter]]:
-    """Gather the units' parameters in their own dtype, show them to the modules, write edits back."""
+    """Gather the units' parameters in their own dtype, show them, write edits back."""
     runtime = units[0].runtime
     runtime.begin_editing()
     try:
@@ -67,7 +67,8 @@ class _Whole:
         for view, (name, param) in zip(self._views, self.shown.items(), strict=True):
             if param.shape != view.shape or param.dtype != view.dtype:
                 raise ValueError(
-                    f"parameter '{name}': expected shape {tuple(view.shape)} and {view.dtype} to stay, got "
+                    f"parameter '{name}': expected shape {tuple(view.shape)} and {view.dtype} to "
+                    "stay, got "
                     f"{tuple(param.shape)} and {param.dtype}. Edit values only."
                 )
             if param.data_ptr() != view.data_ptr():
@@ -84,7 +85,8 @@ class _Whole:
 def _write_back(held: list[_Whole], runtime: Runtime) -> None:
     changed = torch.tensor([whole.take_edits() for whole in held], dtype=torch.int32)
     changed = changed.to(runtime.device)
-    # An edit on any rank is an edit on all: what is gathered must be gathered again by all of them or by none.
+    # An edit on any rank is an edit on all: what is gathered must be gathered again by all of them
+    # or by none.
     runtime.comm.all_reduce(changed, "max", label=label("full_params", "edits")).wait()
     for whole, any_rank in zip(held, changed.tolist(), strict=True):
         if any_rank:

@@ -72,7 +72,7 @@ class BucketGrads:
         return any(leaf.grad is not None for leaf in self.bucket.leaves)
 
     def pack(self) -> None:
-        """Move the leaves' gradients into `full_grads` (made now, or added to where `no_sync` left one)."""
+        """Move the leaves' gradients into `full_grads`, adding to what `no_sync` left there."""
         bucket = self.bucket
         leaves = bucket.leaves
         grads = [leaf.grad for leaf in leaves]
@@ -90,7 +90,7 @@ class BucketGrads:
                 self.pending[i] = True
 
     def reduce(self) -> None:
-        """Issue the reduction of everything pending (zeros where no gradient came); `finish` adds it up."""
+        """Issue the reduction of everything pending, zeros where no gradient came."""
         bucket = self.bucket
         if self.full_grads is None or self.has_unpacked():
             self.pack()
@@ -105,6 +105,10 @@ class BucketGrads:
         emit("reduce", bucket.unit.name, bucket.index)
         name = label("reduce", bucket.unit.name, bucket.index)
         self._ticket = bucket.comm.reduce_scatter(self._target, self.full_grads, label=name)
+
+    def reduce_is_done(self) -> bool:
+        """Whether waiting for the reduction would not block."""
+        return self._ticket is None or self._ticket.done()
 
     def finish(self) -> None:
         """Wait for the reduction and add it to what is there already."""
@@ -262,7 +266,7 @@ class BucketGrads:
         return self._views
 
     def drop(self) -> None:
-        """Forget every gradient, reduced or pending; memory that was shown to someone is never reused."""
+        """Forget every gradient, reduced or pending; memory shown to someone is never reused."""
         if not self.present and self.full_grads is None and not self.has_unpacked():
             return
         self._drop_unreduced()

@@ -21,7 +21,8 @@ class Slot:
         buffer: uint8, 1-D; the storage.
         owner: Label of the bucket that holds it, or None while it is free.
         freed: Event after which the next owner may write.
-        views: The owners' typed views, kept as long as the slot lives, since making them costs host time.
+        views: The owners' typed views, kept as long as the slot lives, since making them costs host
+            time.
     """
 
     __slots__ = ("buffer", "freed", "owner", "pointer", "views")
@@ -46,7 +47,8 @@ class Slot:
         """Make `owner` the one owner."""
         if self.owner is not None:
             raise RuntimeError(
-                f"pool slot: expected a free slot for '{owner}', got one that '{self.owner}' holds. "
+                f"pool slot: expected a free slot for '{owner}', got one that '{self.owner}' "
+                "holds. "
                 "Free the first before the second gathers; this is a fault of the runtime."
             )
         self.owner = owner
@@ -55,8 +57,8 @@ class Slot:
 class Pool:
     """Slots of one device: as many as were ever in use at once, each as large as its largest owner.
 
-    A free slot that fits best is reused. If none fits, the largest free one is dropped for a new one, so the pool never
-    holds more slots than were in use together.
+    A free slot that fits best is reused. If none fits, the largest free one is dropped for a new
+    one, so the pool never holds more slots than were in use together.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -92,7 +94,7 @@ class Pool:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Return a slot; the next owner writes after what the compute stream has been given so far."""
+        """Return a slot; the next owner writes after what the compute stream has now."""
         if slot.owner is None:
             raise RuntimeError(
                 "pool slot: expected a slot with an owner, got a free one. It was given back twice."

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context that all units of one root share: it drives gather, wait, free, prefetch and reduce.
 
-Forward: a unit's call makes it full, prefetches what the recorded order expects next, runs the
-    module, and frees. The root and the unit that backward needs first stay full. Backward: the
-    first saved weight that autograd unpacks (or an early hint from the unit's outputs) makes the
-    unit full again; when all its gradients have arrived it is freed and reduced. Reductions start
-    in one fixed order, the reverse of rank 0's first forward, because ranks that finish units in
-    different orders would otherwise mix two units' gradients without an error. A callback at the
-    end of the backward reduces what is left (zeros where no gradient came) and lets the ranks agree
-    on which parameters were used.
+In forward, a unit's call makes it full, prefetches what the recorded order expects next, runs the
+module, and frees. The root and the unit that backward needs first stay full. In backward, the first
+saved weight that autograd unpacks (or an early hint from the unit's outputs) makes the unit full
+again; when all its gradients have arrived it is freed and reduced (`reductions.py`). A callback at
+the end of the backward reduces what is left and lets the ranks agree on what was used.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,12 +23,12 @@ from fsdp_kernels import saved_tensors
 from fsdp_kernels.bucket import Bucket, Resources
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.pool import Pool
+from fsdp_kernels.reductions import Reductions
 from fsdp_kernels.schedule import Order
 from fsdp_kernels.streams import HostStreams, Streams
-from fsdp_kernels.trace import emit, label
+from fsdp_kernels.trace import emit
 from fsdp_kernels.unit import Unit
 
-logger = logging.getLogger("fsdp_kernels")
 _graph_task = torch._C._current_graph_task_id
 
 
@@ -54,7 +50,7 @@ class Runtime:
         units: All units; the last one adopted first is the root.
         buckets: All buckets, in the units' order.
         prefetch: How many units are gathered ahead.
-        agreed: bool [number of parameters], on the device: which have a gradient on any rank.
+        reductions: When gradients are reduced, and what the ranks agree on.
     """
 
     def __init__(self, comm: Comm, device: torch.device, streams: Streams | None = None) -> None:
@@ -68,44 +64,34 @@ class Runtime:
         self.units: list[Unit] = []
         self.buckets: list[Bucket] = []
         self.root: Unit | None = None
-        self.agreed = torch.zeros(0, dtype=torch.bool, device=device)
         self._owners: dict[int, Bucket] = {}
         self._forward = Order()
+        self.reductions = Reductions(self.units, self.buckets, comm, self._forward)
         self._backward = Order()
         self._depth = 0
         self._in_backward = False
         self._ending = False
         self._current: Unit | None = None
         self._lingering: list[Unit] = []
-        self._reduce_order: list[Unit] | None = None
-        self._next_reduce = 0
-        self._reducing: Unit | None = None
-        self._sequence = 0
         self._editing = False
-        self._unreduced = False
         self._warned_autocast = False
 
     # -- units ------------------------------------------------------------------------------------
 
     def adopt(self, units: Iterable[Unit], root: Unit) -> None:
-        """Take units, from other runtimes too; `root` is the outermost. All must be sharded and idle."""
+        """Take units, from other runtimes too, all sharded and idle; `root` is the outermost."""
         self.root = root
         for unit in units:
             for bucket in unit.buckets:
                 bucket.resources = self.resources
-                if unit.runtime is None:
+                if not unit.adopted:
                     bucket.on_arrival(self.note_arrival)
             unit.runtime = self
+            unit.adopted = True
             unit.position = len(self.units)
             self.units.append(unit)
             self.buckets.extend(unit.buckets)
-        sizes = [len(bucket.leaves) for bucket in self.buckets]
-        self.agreed = torch.cat(
-            [self.agreed.new_zeros(0), *(bucket.grads.agreed for bucket in self.buckets)]
-        )
-        for bucket, agreed in zip(self.buckets, self.agreed.split(sizes), strict=True):
-            bucket.grads.agreed = agreed
-        self._reduce_order = None
+        self.reductions.share_agreement(self.device)
 
     def claim(self, bucket: Bucket) -> None:
         """Note which bucket a slot's storage holds."""
@@ -170,15 +156,18 @@ class Runtime:
         if frame.grad and (unit.packed or unit.has_children):
             for tensor in _tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda _: self._hint(unit))
+                    tensor.register_hook(lambda _: self._hint(unit))  # type: ignore[no-untyped-call]
         with _outside_inference_mode():
-            if unit.active == 0 and unit.is_full() and not self._keeps(unit, frame.grad):
-                unit.free()
+            if unit.active == 0 and unit.is_full():
+                if self._keeps(unit, frame.grad):
+                    unit.hide()
+                else:
+                    unit.free()
             if self._depth == 0:
                 self._end_forward(frame.grad)
 
     def leave_failed(self, unit: Unit, frame: Frame) -> None:
-        """End a forward that raised. In backward that may be checkpoint's early stop, which is no failure."""
+        """End a forward that raised; in backward it may be checkpoint's early stop."""
         self._undo(unit, frame)
         if frame.in_backward:
             return
@@ -247,19 +236,22 @@ class Runtime:
 
     def _ensure_full(self, unit: Unit) -> None:
         if unit.is_reducing():
-            self._finish_reducing()
+            self.reductions.finish(unit)
         if not unit.is_sharded() and not unit.is_current():
             unit.free()  # edited since it was gathered
         if unit.is_full():
+            unit.show()
             return
         if unit.is_sharded():
             unit.gather()
         unit.wait()
 
     def _prefetch(self, order: Order) -> None:
+        # What is prefetched must follow from what every rank sees alike (the order), never from
+        # which gradients have arrived here: ranks would issue different gathers.
         for position in order.upcoming(self.prefetch):
             unit = self.units[position]
-            if unit.is_sharded() and not unit.released:
+            if unit.is_sharded() and not (self._in_backward and order.was_visited(position)):
                 unit.gather()
 
     # -- backward ---------------------------------------------------------------------------------
@@ -283,18 +275,17 @@ class Runtime:
             self._touch(unit)
 
     def _touch(self, unit: Unit) -> None:
-        """Note that backward has come to a unit: full now, the next ones prefetched, the last one let go."""
+        """Note that backward has come to a unit: full now, the next prefetched, the last let go."""
         if not self._in_backward:
             self._begin_backward()
         previous, self._current = self._current, unit
         if previous is unit:
-            if not unit.is_full():
-                self._ensure_full(unit)
+            self._ensure_full(unit)
             return
         for done in [u for u in self._lingering if u is not unit]:
             self._lingering.remove(done)
             self._release(done)
-        if previous is not None and previous.is_full() and previous.is_spent():
+        if previous is not None and previous.is_full() and previous.trainable() == 0:
             previous.free()
         self._backward.visit(unit.position)
         self._ensure_full(unit)
@@ -323,100 +314,37 @@ class Runtime:
     def _begin_backward(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._in_backward = True
-        self._next_reduce = 0
         if not self._backward.last:
             self._backward.last = self._forward.first_visits()[::-1]
-        if self._reduce_order is None and any(unit.sync for unit in self.units):
-            self._reduce_order = self._agree_on_order()
-
-    def _agree_on_order(self) -> list[Unit]:
-        visited = self._forward.first_visits()[::-1]
-        rest = [unit.position for unit in reversed(self.units) if unit.position not in set(visited)]
-        order = torch.tensor([*visited, *rest], dtype=torch.int64, device=self.device)
-        self.comm.broadcast(order, label=label("agree", "reduction order")).wait()
-        return [self.units[position] for position in order.tolist()]
+        self.reductions.begin_backward()
 
     def _release(self, unit: Unit) -> None:
         """All gradients of a unit are there: free it, and reduce it when its turn has come."""
         unit.released = True
-        unit.expected = unit.arrived
         if unit.is_gathering():
             unit.free()  # prefetched, but its backward reads no weights
         if unit.sync:
-            self._reduce_in_turn()
+            self.reductions.reduce_in_turn()
         else:
             unit.pack()
             unit.has_pending = unit.trainable() > 0
         if unit.is_full():
             unit.free()
 
-    def _reduce_in_turn(self) -> None:
-        order = self._reduce_order or []
-        while self._next_reduce < len(order) and order[self._next_reduce].released:
-            unit = order[self._next_reduce]
-            self._next_reduce += 1
-            if unit.sync and unit.reduced_buckets():
-                self._finish_reducing()
-                unit.reduce()
-                self._reducing = unit
-
-    def _finish_reducing(self) -> None:
-        unit, self._reducing = self._reducing, None
-        if unit is not None:
-            unit.finish_reduce()
-
     def _end_backward(self) -> None:
         self._ending = True
         try:
             self._lingering.clear()
-            for unit in self._reduce_order or self.units:
+            for unit in self.reductions.order():
                 if not unit.released:
                     self._release(unit)
-            self._finish_reducing()
-            for unit in self._reduce_order or self.units:
-                if unit.late:
-                    self._reduce_late(unit)
-            reduced = [unit for unit in self.units if unit.sync]
-            if reduced:
-                self._agree_on_used(reduced)
-            self._unreduced = any(unit.has_pending for unit in self.units)
+            self.reductions.end_backward()
         except BaseException:
             self._abandon()
             raise
         finally:
             self._ending = False
         self._close_backward()
-
-    def _reduce_late(self, unit: Unit) -> None:
-        """A re-entrant checkpoint ran a second backward through a unit that had been reduced: add what it brought."""
-        unit.pack()
-        if unit.sync:
-            unit.reduce()
-            unit.finish_reduce()
-
-    def _agree_on_used(self, units: list[Unit]) -> None:
-        """The control all-reduce: which parameters any rank used, and whether all ranks are in the same step."""
-        reduced = {bucket for unit in units for bucket in unit.buckets}
-        self._sequence = (self._sequence + 1) % 4096
-        bits: list[float] = []
-        for bucket in self.buckets:
-            bits.extend(bucket.grads.pending if bucket in reduced else [False] * len(bucket.leaves))
-        words = torch.tensor(
-            [*bits, self._sequence, self._sequence**2], dtype=torch.float64, device=self.device
-        )
-        self.comm.all_reduce(words, label=label("agree", "used parameters")).wait()
-        self.agreed |= words[:-2] > 0
-        for bucket in reduced:
-            bucket.grads.reduced()
-        if words.device.type == "cpu":
-            total, squares = words[-2].item(), words[-1].item()
-            if total**2 != squares * self.comm.world:
-                raise RuntimeError(
-                    f"backward on rank {self.comm.rank}: expected every rank in backward "
-                    f"{self._sequence}, got a mean "
-                    f"of {total / self.comm.world:g}. Run the same number of forwards and "
-                    "backwards on every rank."
-                )
 
     def _close_backward(self) -> None:
         self._in_backward = False
@@ -435,26 +363,18 @@ class Runtime:
             self._abandon()
 
     def finish(self) -> None:
-        """Clean up after a failed backward, and reduce what `no_sync` left (collective then).
+        """What the optimizer calls first, and whoever reads `p.grad`.
 
-        The optimizer calls this first, and so does whoever reads `p.grad`: gradients that one rank
-        alone has accumulated are never shown, stepped with or lost.
+        Cleans up after a failed backward, and reduces what `no_sync` left (collective then).
         """
         self.recover()
-        if not self._unreduced or self._in_backward:
-            return
-        self._unreduced = False
-        if self._reduce_order is None:
-            self._reduce_order = self._agree_on_order()
-        left = [unit for unit in self._reduce_order if unit.has_pending]
-        for unit in left:
-            unit.reduce()
-            unit.finish_reduce()
-        self._agree_on_used(left)
+        if not self._in_backward:
+            self.reductions.reduce_left_over()
 
     def _abandon(self) -> None:
-        self._reducing = self._current = None
+        self._current = None
         self._in_backward = False
+        self.reductions.abandon()
         self._depth = 0
         self._lingering.clear()
         self._backward.abandon()
@@ -484,12 +404,12 @@ def _leave_inference_mode() -> Iterator[None]:
 
 
 def _outside_inference_mode() -> AbstractContextManager[None]:
-    """Buffers outlive the forward: made inside inference mode, no later training could write them."""
+    """Buffers outlive the forward: made in inference mode, no later training could write them."""
     return _leave_inference_mode() if torch.is_inference_mode_enabled() else _NULL
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """Tensors in the usual containers. Others are missed: the hint comes later then, from the first saved weight."""
+    """Tensors in the usual containers; in others the hint comes later, from a saved weight."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (list, tuple)):

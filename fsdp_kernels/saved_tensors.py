@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backward's guarantee: whoever unpacks a saved weight gets the gathered weight, whatever path led there.
+"""Backward's guarantee: whoever unpacks a saved weight gets the gathered weight.
 
 While a unit's forward runs, this pair of saved-tensor hooks replaces every saved view of a full
 buffer by its geometry. The graph then holds no parameter memory, and unpacking asks the unit to be
@@ -27,7 +27,7 @@ _PackPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class _SavedView:
-    """A view of a full buffer: the bucket, the view's geometry, and the versions that it was saved under."""
+    """A view of a full buffer: bucket, geometry, and the versions that it was saved under."""
 
     __slots__ = ("bucket", "dtype", "index", "leaf_version", "offset", "size", "stride", "version")
 
@@ -132,7 +132,7 @@ class SavedTensors:
 
 def push(runtime: Runtime) -> bool:
     """Make our pair the innermost one, unless it is already; whether `pop` is due."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if outer is not None and isinstance(getattr(outer[0], "__self__", None), SavedTensors):
         return False
     hooks = SavedTensors(runtime, outer)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure logic: the order in which units were visited last time predicts what to prefetch and what to keep.
+"""Pure logic: the units' last order predicts what to prefetch and what to keep.
 
-A prediction is a hint. A wrong one gathers a unit too early or frees one too soon, which costs time and never
+A prediction is a hint. A wrong one gathers a unit too early or frees one too soon, which costs time
+and never
 correctness: whoever needs a unit asks for it.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 
 class Order:
-    """The units of one pass (forward or backward), by index, as visited; the last full pass is the prediction."""
+    """The units of one pass, by index, as visited; the last full pass is the prediction."""
 
     def __init__(self) -> None:
         self.last: list[int] = []
@@ -34,12 +35,16 @@ class Order:
         """The next `count` units that the prediction expects."""
         return self.last[self._cursor : self._cursor + count]
 
+    def was_visited(self, unit: int) -> bool:
+        """Whether this pass has come to a unit already."""
+        return unit in self._now
+
     def is_final(self, unit: int) -> bool:
         """Whether the prediction ends with this unit and the pass has come to its end."""
         return self._cursor == len(self.last) > 0 and self.last[-1] == unit
 
     def first_visits(self) -> list[int]:
-        """Each unit of the present pass, or else of the last, once, in the order of first visits."""
+        """Each unit of the present pass (else of the last) once, in the order of first visits."""
         return list(dict.fromkeys(self._now or self.last))
 
     def finish(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _DEFAULT_OFFLOAD = OffloadPolicy()
 
 
 class ShardedModule:
-    """What `fully_shard` adds to a module: the class of a sharded module is `FSDP<Class>`, this mixin before its own."""
+    """What `fully_shard` adds to a module, whose class becomes `FSDP<Class>`."""
 
     _fk_unit: Unit
     _fk_policy: MixedPrecisionPolicy
@@ -57,12 +58,12 @@ class ShardedModule:
 
     @property
     def units(self) -> list[Unit]:
-        """The units of this module and below, in the order of `modules()`; each has `name` and `state`. Read-only."""
+        """The units of this module and below, outermost first; each has `name` and `state`."""
         return find_units(self)  # type: ignore[arg-type]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only; the next backward outside reduces them with its own."""
+        """Accumulate gradients on this rank only; the next backward outside reduces them too."""
         before = [(unit, unit.sync) for unit in self.units]
         self.set_requires_gradient_sync(False)
         try:
@@ -89,9 +90,9 @@ class ShardedModule:
     def full_params(self) -> Iterator[dict[str, nn.Parameter]]:
         """Gather all parameters in their own dtype (collective), for reading or editing them.
 
-        Inside, attributes such as `model.fc.weight` are the full parameters; `named_parameters()` still gives the sharded
-        ones. On leaving, each rank writes its part of the edits back, so make the same edits on every rank. An exception
-        inside discards them.
+        Inside, attributes such as `model.fc.weight` are the full parameters; `named_parameters()`
+        still gives the sharded ones. On leaving, each rank writes its part of the edits back, so
+        make the same edits on every rank. An exception inside discards them.
 
         Yields:
             The full parameters by name, shapes and dtypes as before sharding.
@@ -100,11 +101,12 @@ class ShardedModule:
             yield params
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the global norm of all gradients (collective), as `torch.nn.utils.clip_grad_norm_`; returns the norm."""
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)  # type: ignore[attr-defined]
+        """Clip the global norm of all gradients (collective), as torch's does; return the norm."""
+        parameters = self.parameters()  # type: ignore[attr-defined]
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget (or zero) every gradient, whole buckets at a time, what is pending under `no_sync` too."""
+        """Forget (or zero) every gradient, and what is pending under `no_sync`, by buckets."""
         for unit in self.units:
             unit.runtime.recover()
             for bucket in unit.buckets:
@@ -114,10 +116,11 @@ class ShardedModule:
                     bucket.grads.zero()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As `nn.Module.load_state_dict`; takes full tensors and `FlatShard`s. `assign=True` is refused."""
+        """Load full tensors or `FlatShard`s, as `nn.Module` does; `assign=True` is refused."""
         if assign:
             raise ValueError(
-                "load_state_dict: expected assign=False on a sharded module, got True: assigned tensors would not be "
+                "load_state_dict: expected assign=False on a sharded module, got True: assigned "
+                "tensors would not be "
                 "sharded. Load without assign, or use fsdp_kernels.load_full_state_dict."
             )
         return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
@@ -138,8 +141,10 @@ class ShardedModule:
 
 def _no_copy(module: Any, what: str) -> str:
     return (
-        f"{type(module).__name__}: expected a module that is not sharded, got {what} of a sharded one. Copy it before "
-        "fully_shard, or use `fsdp_kernels.full_state_dict(model)` or `fsdp_kernels.checkpoint.save`."
+        f"{type(module).__name__}: expected a module that is not sharded, got {what} of a sharded "
+        "one. Copy it before "
+        "fully_shard, or use `fsdp_kernels.full_state_dict(model)` or "
+        "`fsdp_kernels.checkpoint.save`."
     )
 
 
@@ -175,17 +180,19 @@ def fully_shard(
     prefetch: int = 1,
     sync_module_states: bool = True,
 ) -> nn.Module:
-    """Shard a module's parameters over the ranks, in place (collective: the same call on every rank).
+    """Shard a module's parameters over the ranks, in place (collective).
 
-    Every parameter stays the same object under the same name with the same global shape, and becomes a `FlatShard` that
-    holds this rank's fragment. Forward and backward gather each unit when it is needed and free it afterwards;
-    gradients arrive reduced, as the mean over ranks. (ZeRO stage 3: https://arxiv.org/abs/1910.02054.)
+    Every parameter stays the same object under the same name with the same global shape, and
+    becomes a `FlatShard` that holds this rank's fragment. Forward and backward gather each unit
+    when it is needed and free it afterwards; gradients arrive reduced, as the mean over ranks.
+    (ZeRO stage 3: https://arxiv.org/abs/1910.02054.)
 
     Args:
         module: The module, with real (not meta) parameters on one device.
-        units: Which submodules become units; the module itself is one too and takes the rest. None: this module alone
-            (call bottom-up, inner modules first). A class or a tuple of classes; a predicate on modules; or a number:
-            the smallest submodules with at least so many parameters not yet taken.
+        units: Which submodules become units; the module itself is one too and takes the rest. None:
+            this module alone (call bottom-up, inner modules first). A class or a tuple of classes;
+            a predicate on modules; or a number: the smallest submodules with at least so many
+            parameters not yet taken.
         mesh: 1-D device mesh; None means all ranks of the default process group.
         strategy: "zero3" (parameters, gradients and optimizer state sharded); others come later.
         mp_policy: torch's `MixedPrecisionPolicy`: dtypes of computation, reduction and output.
@@ -198,7 +205,8 @@ def fully_shard(
         The same module, its class extended by `ShardedModule`.
 
     Raises:
-        ValueError: An argument or a parameter that cannot be sharded, named; nothing was changed then.
+        ValueError: An argument or a parameter that cannot be sharded, named; nothing was changed
+            then.
         RuntimeError: No process group.
     """
     where = f"fully_shard({type(module).__name__})"
@@ -225,15 +233,18 @@ def _check_arguments(
         )
     if strategy != "zero3":
         raise ValueError(
-            f"{where}: expected strategy 'zero3', got {strategy!r}. Other strategies do not exist yet."
+            f"{where}: expected strategy 'zero3', got {strategy!r}. Other strategies do not exist "
+            "yet."
         )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
-            f"{where}: expected mp_policy to be torch's MixedPrecisionPolicy, got {type(mp_policy).__name__}."
+            f"{where}: expected mp_policy to be torch's MixedPrecisionPolicy, got "
+            f"{type(mp_policy).__name__}."
         )
     if type(offload_policy) is not OffloadPolicy:
         raise ValueError(
-            f"{where}: expected no offload, got {type(offload_policy).__name__}. Offload does not exist yet."
+            f"{where}: expected no offload, got {type(offload_policy).__name__}. Offload does not "
+            "exist yet."
         )
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"{where}: expected prefetch to be a number from 0, got {prefetch!r}.")
@@ -245,7 +256,9 @@ def _install(
     for unit in made:
         unit.module.__class__ = _sharded_class(type(unit.module))
         unit.module.__dict__["_fk_unit"] = unit
-        unit.module.__dict__["_fk_policy"] = policy
+        unit.module.__dict__["_fk_policy"] = (
+            policy if unit.module is module else replace(policy, output_dtype=None)
+        )
         for submodule in {site.module for bucket in unit.buckets for site in bucket.sites}:
             if submodule is not unit.module:
                 _ensure_full_before(submodule, unit)
@@ -257,7 +270,7 @@ def _install(
 
 
 def _ensure_full_before(submodule: nn.Module, unit: Unit) -> None:
-    """Let a submodule's own call make its unit full: for direct calls, and for parts that checkpointing runs again."""
+    """Let a submodule's own call make its unit full: called directly, or checkpointed."""
     frames: list[Frame] = []
 
     def before(_: nn.Module, args: Any) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one small interface to streams and events.
 
-The runtime names streams by role (`"compute"`, `"gather"`, `"reduce"`) and events by the fact that they prove (`packed`,
-`freed`, `stepped`). The compute stream is always torch's current one and is never stored. On a host without streams,
-and over a process group, which orders its own stream against the current one, there is nothing to do: `HostStreams`.
+The runtime names streams by role (`"compute"`, `"gather"`, `"reduce"`) and events by the fact that
+they prove (`packed`, `freed`, `stepped`). The compute stream is always torch's current one and is
+never stored. On a host without streams, and over a process group, which orders its own stream
+against the current one, there is nothing to do: `HostStreams`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One unit: a module whose own parameters are gathered, used and freed together; its state machine over its buckets."""
+"""One unit: a module whose own parameters are gathered, used and freed together."""
 
 from __future__ import annotations
 
@@ -49,10 +49,8 @@ class Unit:
         arrived: Gradients that came in the present backward.
         late: Whether a gradient came after the unit had been released in the present backward.
         released: Whether the unit has been released in the present backward.
-        has_pending: Whether a backward under `no_sync` left gradients that are still to be reduced; the
-            same on every rank, whichever parameters each of them used.
-        expected: Gradients that arrived in the last backward, -1 before the first: when as many
-            have come again, the unit is probably done.
+        has_pending: Whether a backward under `no_sync` left gradients that are still to be reduced;
+            the same on every rank, whichever parameters each of them used.
     """
 
     def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
@@ -60,6 +58,7 @@ class Unit:
         self.name = ""
         self.position = 0
         self.runtime: Runtime = None  # type: ignore[assignment]  # set at once by Runtime.adopt
+        self.adopted = False
         self.buckets = buckets
         self.rnns: list[nn.RNNBase] = []
         self.sync = True
@@ -68,8 +67,8 @@ class Unit:
         self.arrived = 0
         self.late = False
         self.released = False
-        self.expected = -1
         self.has_pending = False
+        self._hidden = False
         self._state = State.SHARDED
         for index, bucket in enumerate(buckets):
             bucket.unit, bucket.index = self, index
@@ -135,12 +134,33 @@ class Unit:
         if self.rnns:
             self.sync_rnns()
 
+    def show(self) -> None:
+        """Let the modules see the full parameters, where they were hidden."""
+        if self._hidden:
+            self._hidden = False
+            for bucket in self.buckets:
+                bucket.show()
+            if self.rnns:
+                self.sync_rnns()
+
+    def hide(self) -> None:
+        """Let the modules see the sharded parameters, though the unit stays full for its backward.
+
+        Whoever edits `module.weight` between forward and backward then edits the real one.
+        """
+        self._hidden = True
+        for bucket in self.buckets:
+            bucket.hide()
+        if self.rnns:
+            self.sync_rnns()
+
     def free(self) -> None:
-        """Hide and release the full parameters; the first fault is raised after all buckets are free."""
+        """Hide and release the full parameters; a fault is raised after all buckets are free."""
         self._move(State.SHARDED)
         self._free_buckets()
 
     def _free_buckets(self) -> None:
+        self._hidden = False
         fault: RuntimeError | None = None
         for bucket in self.buckets:
             self.runtime.disclaim(bucket)
@@ -154,10 +174,10 @@ class Unit:
             raise fault
 
     def sync_rnns(self) -> None:
-        """Let nn.RNNBase, which reads its weights from a list of its own, see what attributes now show."""
+        """Let nn.RNNBase, which reads a list of its own, see what attributes now show."""
         for rnn in self.rnns:
             rnn._flat_weights = [
-                getattr(rnn, name) if hasattr(rnn, name) else None  # type: ignore[misc]
+                getattr(rnn, name) if hasattr(rnn, name) else None
                 for name in rnn._flat_weights_names
             ]
 
@@ -172,12 +192,8 @@ class Unit:
         return sum(bucket.grads.count_trainable() for bucket in self.buckets)
 
     def has_frozen(self) -> bool:
-        """Whether some of the parameters require no gradient: their last reader in backward cannot be seen."""
+        """Whether some parameters require no gradient: their last reader cannot be seen."""
         return any(b.grads.count_trainable() < len(b.leaves) for b in self.buckets)
-
-    def is_spent(self) -> bool:
-        """Whether backward has probably read these parameters for the last time. A wrong guess costs a gather."""
-        return self.arrived >= (self.trainable() if self.expected < 0 else self.expected)
 
     def reduced_buckets(self) -> list[Bucket]:
         """The buckets whose gradients are reduced: the same on every rank."""
@@ -199,6 +215,10 @@ class Unit:
         self.has_pending = False
         for bucket in self.reduced_buckets():
             bucket.grads.reduce()
+
+    def reduce_is_done(self) -> bool:
+        """Whether waiting for the reductions would not block."""
+        return all(bucket.grads.reduce_is_done() for bucket in self.buckets)
 
     def finish_reduce(self) -> None:
         """Wait for the reductions; the shards' gradients are then accumulated."""

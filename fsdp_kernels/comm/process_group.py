@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ _MOVABLE = frozenset(
 class ProcessGroupComm:
     """A `Comm` over a `torch.distributed` process group, which stays its creator's.
 
+    Gathers and broadcasts run on the group, reductions on a second one of the same ranks, made when
+    the first `ProcessGroupComm` of the group is (all members must make theirs then).
+
     On CPU tensors over gloo, reductions are an all-to-all and a local sum in rank order: gloo's own
     reduce-scatter is an all-reduce of a copy, which moves twice the bytes.
 
@@ -70,6 +74,7 @@ class ProcessGroupComm:
         resolved = group if group is not None else dist.group.WORLD
         assert resolved is not None  # is_initialized said so
         self._group: dist.ProcessGroup | None = resolved
+        self._reduce_group = _reduce_group(resolved)
         self._gloo_on_cpu = _backend_of(resolved, "cpu") == "gloo"
         self._scratch = _Scratch()
 
@@ -94,7 +99,7 @@ class ProcessGroupComm:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
         check_shards(full, shard, self.world, label)
         check_reducible(full, "sum", label)
-        group = self._group or self._refuse_closed(label)
+        group = self._open_reduce_group(label)
         if self._is_local(full):
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
@@ -115,7 +120,7 @@ class ProcessGroupComm:
         check_op(op, label)
         check_contiguous(tensor, label)
         check_reducible(tensor, op, label)
-        group = self._group or self._refuse_closed(label)
+        group = self._open_reduce_group(label)
         if self._is_local(tensor):
             return _DoneTicket(label)
         tensor = _as_real(tensor)
@@ -158,6 +163,11 @@ class ProcessGroupComm:
         # group of one on a device still goes through the backend, which orders the streams.
         return tensor.numel() == 0 or (self.world == 1 and tensor.is_cpu)
 
+    def _open_reduce_group(self, label: str) -> dist.ProcessGroup:
+        if self._group is None:
+            self._refuse_closed(label)
+        return self._reduce_group
+
     def _refuse_closed(self, label: str) -> dist.ProcessGroup:
         raise RuntimeError(
             f"{label}: expected an open communicator, got one that was closed. "
@@ -172,6 +182,9 @@ class _DoneTicket(Ticket):
     """A collective that needed no other rank."""
 
     __slots__ = ()
+
+    def _is_done(self) -> bool:
+        return True
 
     def _finish(self) -> None:
         pass
@@ -195,6 +208,9 @@ class _WorkTicket(Ticket):
         self._comm = comm
         self._work = work
         self._tensors = tensors
+
+    def _is_done(self) -> bool:
+        return bool(self._work.is_completed())
 
     def _finish(self) -> None:
         work, self._work = self._work, None
@@ -252,6 +268,28 @@ class _Scratch:
         storage = buffer.untyped_storage()
         if self._spare is None or self._spare.numel() < storage.nbytes():
             self._spare = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+# One reduction group for each group that gathers, however many communicators there are. Weak: a
+# destroyed group takes its entry along.
+_reduce_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _reduce_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a second group of the same ranks, made on first use (collective over the ranks).
+
+    Gathers and reductions need an order of their own each: ranks that finish units in different
+    orders issue the two in different sequences, which one group would pair with one another.
+    """
+    made = _reduce_groups.get(group)
+    if made is None:
+        if dist.get_world_size(group) == 1:
+            made = group
+        else:
+            ranks = dist.get_process_group_ranks(group)
+            made = dist.new_group(ranks, use_local_synchronization=True)
+        _reduce_groups[group] = made
+    return made
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
