@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The loops of one instruction set, over cpu/vector.inl; ends in the table `kLevel`.
 
-// Distance of software prefetches, in bytes: the hardware's do not cross a page.
-inline constexpr int64_t kPrefetchBytes = 1024;
-
 template <class T>
 struct Coef {
   explicit Coef(const CoefRow& row, AdamOptions options)
@@ -93,14 +90,8 @@ void adam_range(const Shard& shard, const AdamPart& part, AdamOptions options) {
                       static_cast<T*>(shard.max_exp_avg_sq),
                       shard.params.data};
   constexpr int N = kLanes<T>;
-  constexpr int64_t ahead = kPrefetchBytes / sizeof(T);
   int64_t i = part.start;
-  for (; i + N <= part.stop; i += N) {
-    __builtin_prefetch(at.master + i + ahead, 1);
-    __builtin_prefetch(at.exp_avg + i + ahead, 1);
-    __builtin_prefetch(at.exp_avg_sq + i + ahead, 1);
-    adam_vector<T, G, P>(at, i, c);
-  }
+  for (; i + N <= part.stop; i += N) adam_vector<T, G, P>(at, i, c);
   if (i < part.stop) adam_rest<T, G, P>(at, i, part.stop - i, c);
 }
 

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer tail after a reduce-scatter: ours against torch's, on CPU.
+
+Low-precision gradients in, low-precision parameters out, float32 master and moments, the gradient
+norm clipped. torch does it as cast, norm, scale, fused AdamW, cast; here it is two passes, norm and
+Adam, the second of which does everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import rows
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_kernels import ops
+from triton_ops import AdamShard, FragmentTable
+
+LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
+MOMENTS = 2 * 2 * 4  # bytes an element: both moments read and written
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What both sides are given."""
+
+    grads: Tensor
+    master: Tensor
+    clip: float | None
+
+
+class Ours:
+    """The kernels that `ShardedAdamW.step` calls."""
+
+    def __init__(self, problem: Problem) -> None:
+        numel = problem.master.numel()
+        self.clip, self.launches = problem.clip, 2 if problem.clip is None else 3
+        self.table = FragmentTable.build([(0, numel, 0)])
+        self.params = torch.empty(numel, dtype=problem.grads.dtype)
+        self.master = problem.master.clone()
+        moments = torch.zeros(numel), torch.zeros(numel)
+        self.shard = AdamShard(problem.grads, self.master, *moments, params=self.params)
+        hyper = [[LR, *BETAS, EPS, WEIGHT_DECAY]]
+        self.hyper = torch.tensor(hyper, dtype=torch.float64)
+        self.step, self.used = torch.zeros(1), torch.ones(1, dtype=torch.bool)
+        self.coefs = torch.empty(1, 9, dtype=torch.float64)
+
+    def __call__(self) -> None:
+        factor = torch.ones(1, dtype=torch.float64)
+        if self.clip is not None:
+            norm = ops.norm(self.shard.grads, self.table)[:1].sqrt()
+            factor = (self.clip / (norm + 1e-6)).clamp_max(1.0)
+        ops.adam_coefs(self.hyper, self.step, self.used, None, self.coefs, decoupled=True)
+        ops.adam(self.shard, self.table, self.coefs, factor)
+
+
+class Torch:
+    """The same with torch's operators and its fused AdamW.
+
+    `keep` reuses one buffer for the float32 gradients; without it the cast allocates, as
+    ``grads.float()`` in a training script does, and the pages are new every time.
+    """
+
+    def __init__(self, problem: Problem, *, keep: bool) -> None:
+        self.grads, self.clip = problem.grads, problem.clip
+        self.wide = torch.empty_like(problem.master) if keep else None
+        self.params = torch.empty_like(problem.grads)
+        self.master = problem.master.clone()
+        self.optimizer = adamw(self.master, fused=True)
+
+    def __call__(self) -> None:
+        grads = self.grads.float() if self.wide is None else self.wide.copy_(self.grads)
+        if self.clip is not None:
+            norm = torch.linalg.vector_norm(grads)
+            grads.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
+        self.master.grad = grads
+        self.optimizer.step()
+        self.params.copy_(self.master)
+
+
+def adamw(master: Tensor, **form: bool) -> torch.optim.AdamW:
+    """Make torch's AdamW over one tensor, in one of its forms."""
+    return torch.optim.AdamW(
+        [master], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, **form
+    )
+
+
+def alone(problem: Problem, **form: bool) -> Callable[[], None]:
+    """Return a step of torch's AdamW on float32 gradients that are there already: no tail."""
+    master = problem.master.clone()
+    master.grad = problem.grads.float()
+    optimizer = adamw(master, **form)
+    return lambda: optimizer.step() and None
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operators that torch dispatches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "detach" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_per_parameter(itemsize: int, clip: bool) -> dict[str, int]:
+    """Count what each side must read and write, an element."""
+    adam = MOMENTS + 2 * 4  # and the master
+    cast = itemsize + 4
+    return {
+        "ours": (itemsize if clip else 0) + itemsize + adam + itemsize,
+        "torch": cast + (4 + 8 if clip else 0) + 4 + adam + cast,
+        "torch, buffer kept": cast + (4 + 8 if clip else 0) + 4 + adam + cast,
+        "fused AdamW alone": 4 + adam,
+        "foreach AdamW alone": 4 + adam,
+    }
+
+
+def check(problem: Problem) -> None:
+    """Take three steps with both sides and compare; raise if they differ by more than rounding."""
+    ours, torchs = Ours(problem), Torch(problem, keep=False)
+    for _ in range(3):
+        ours()
+        torchs()
+    torch.testing.assert_close(ours.master, torchs.master, rtol=1e-5, atol=1e-6)
+    exact = ours.master.to(ours.params.dtype)
+    assert torch.equal(ours.params, exact), "the parameters are not the rounded master"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--numel", type=int, default=16 << 20)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm; 0: no clipping")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="gradients and parameters")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--record", action="store_true", help="append to bench/results/")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    print("environment")
+    found = rows.describe()
+
+    dtype = DTYPES[args.dtype]
+    problem = Problem(torch.randn(args.numel).to(dtype), torch.randn(args.numel), args.clip or None)
+    ceiling = rows.ceiling_bytes_per_s(args.numel)
+    cost = bytes_per_parameter(dtype.itemsize, problem.clip is not None)
+    print(f"ceiling: {ceiling / 1e9:.1f} GB/s read plus written, {args.threads} thread(s)")
+    print(f"at it, ours takes {cost['ours'] * args.numel / ceiling * 1e3:.1f} ms", flush=True)
+    check(problem)
+
+    ours, torchs = Ours(problem), Torch(problem, keep=False)
+    sides: dict[str, Callable[[], None]] = {
+        "ours": ours,
+        "torch": torchs,
+        "torch, buffer kept": Torch(problem, keep=True),
+        "fused AdamW alone": alone(problem, fused=True),
+        "foreach AdamW alone": alone(problem, foreach=True),
+    }
+    torchs()  # its first step makes the state
+    with Counter() as counter:
+        torchs()
+    launches = {"ours": ours.launches, "torch": counter.count}
+    seconds = rows.interleave(sides, args.rounds)
+
+    print(f"{'':22}{'median':>10}{'x ours':>8}{'bytes':>7}{'% of ceiling':>14}{'launches':>10}")
+    table = {}
+    for name in sides:
+        median = statistics.median(seconds[name])
+        share = cost[name] * args.numel / median / ceiling
+        times = rows.ratio(seconds[name], seconds["ours"])
+        table[name] = {"ms": median * 1e3, "ratio_to_ours": times, "ceiling_share": share}
+        table[name] |= {"bytes_per_parameter": cost[name], "launches": launches.get(name)}
+        row = f"{name:22}{median * 1e3:>7.1f} ms{times:>8.2f}{cost[name]:>7}{share:>14.0%}"
+        print(row + f"{launches.get(name, ''):>10}")
+    result = {
+        "numel": args.numel,
+        "threads": args.threads,
+        "clip": args.clip,
+        "dtype": args.dtype,
+        "ceiling_gb_per_s": ceiling / 1e9,
+        "speedup": table["torch"]["ratio_to_ours"],
+        "speedup_buffer_kept": table["torch, buffer kept"]["ratio_to_ours"],
+        "sides": table,
+        "environment": found,
+    }
+    rows.finish("adam", result, record=args.record)
+
+
+if __name__ == "__main__":
+    main()
