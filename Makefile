@@ -43,7 +43,7 @@ $(BUILT): $(TOOLS) pyproject.toml setup.py $(SOURCES)
 
 # One thread for each process unless told otherwise: two processes share two cores.
 train: $(BUILT)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_lm.py $(TRAIN_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node $(NPROC) examples/train_lm.py $(TRAIN_ARGS)
 
 test: $(BUILT)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -87,15 +87,15 @@ def parse(arguments: list[str] | None = None) -> Options:
     add = training.add_argument
     add("--batch", type=positive, default=8, help="windows of a step, over all ranks")
     add("--accumulate", type=positive, default=1, help="micro-batches that a step is split into")
-    add("--steps", type=positive, default=1200, help="length of the whole training")
+    add("--steps", type=positive, default=1000, help="length of the whole training")
     add("--stop-after", type=positive, help="stop after that many steps; --resume goes on")
     add("--lr", type=float, default=1e-3, help="highest learning rate")
     add("--warmup", type=int, default=50, help="steps until the highest learning rate")
     add("--weight-decay", type=float, default=0.1, help="of matrices; vectors have none")
     add("--max-grad-norm", type=float, default=1.0, help="clip the global gradient norm to it")
-    add("--eval-every", type=positive, default=300, help="steps between tests on held-out files")
+    add("--eval-every", type=positive, default=200, help="steps between tests on held-out files")
     add("--eval-bytes", type=positive, default=65536, help="held-out bytes of a test")
-    add("--checkpoint-every", type=positive, default=600, help="steps between checkpoints")
+    add("--checkpoint-every", type=positive, default=500, help="steps between checkpoints")
     add("--sample-bytes", type=int, default=240, help="text to generate at the end")
     return Options(**vars(parser.parse_args(arguments)))
 
