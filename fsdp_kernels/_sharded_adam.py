@@ -14,15 +14,15 @@ from torch import Tensor
 
 from fsdp_kernels import ops
 from fsdp_kernels._adam_load import check_hyper, matching_entries, matching_groups
-from fsdp_kernels._adam_state import (
+from fsdp_kernels._adam_plan import (
     BucketPlan,
-    FlatState,
     HyperTable,
     Launch,
     Plan,
     build_plan,
     check_sharded,
 )
+from fsdp_kernels._adam_state import FlatState
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.trace import label

@@ -56,6 +56,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     ),
     3: (
         "fsdp_kernels._adam_load",
+        "fsdp_kernels._adam_plan",
         "fsdp_kernels._adam_state",
         "fsdp_kernels.saved_tensors",
         "fsdp_kernels.unit",
