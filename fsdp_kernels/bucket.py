@@ -217,7 +217,8 @@ class Bucket:
 
     def wait(self) -> None:
         """Make the current stream wait for the gather; show the modules the full parameters."""
-        assert self._ticket is not None and self._slot is not None
+        assert self._ticket is not None
+        assert self._slot is not None
         ticket, self._ticket = self._ticket, None
         ticket.wait()
         for leaf, view in zip(self.leaves, self._views(self._slot), strict=True):

@@ -130,6 +130,7 @@ class Reductions:
     # -- what the ranks agree on ---------------------------------------------------------------
 
     def _agree_on_order(self) -> list[Unit]:
+        self._comm.prepare_reductions()
         visited = self._forward.first_visits()[::-1]
         seen = set(visited)
         rest = [unit.position for unit in reversed(self._units) if unit.position not in seen]

@@ -95,7 +95,9 @@ class Runtime:
 
     def claim(self, bucket: Bucket) -> None:
         """Note which bucket a slot's storage holds."""
-        self._owners[bucket.slot_pointer()] = bucket
+        pointer = bucket.slot_pointer()
+        if pointer:  # a bucket of empty parameters has no memory
+            self._owners[pointer] = bucket
 
     def disclaim(self, bucket: Bucket) -> None:
         """Forget a bucket's slot."""
@@ -103,6 +105,8 @@ class Runtime:
 
     def owner_of(self, tensor: Tensor) -> Bucket | None:
         """The bucket whose full buffer a tensor is a view of, or None."""
+        if tensor.layout is not torch.strided:
+            return None
         return self._owners.get(tensor.untyped_storage().data_ptr())
 
     def emit(self, verb: str, unit: Unit) -> None:
@@ -116,55 +120,69 @@ class Runtime:
         in_backward = self._in_backward and _graph_task() != -1
         if not in_backward:
             self.recover()
-        for bucket in unit.buckets:
-            bucket.check_sites()
+        if unit.active == 0 or not unit.is_full():
+            self._open(unit, in_backward)
         grad = torch.is_grad_enabled()
-        try:
-            with _outside_inference_mode():
-                self._make_full_for_forward(unit, in_backward)
-        except BaseException:
-            if self._depth == 0 and not in_backward:
-                self._abandon()
-            raise
-        unit.packed = 0
         unit.active += 1
         self._depth += 1
         autocast = torch.is_autocast_enabled(self.device.type)
         restore = self._switch_autocast_cache_off() if autocast else False
         return Frame(grad, in_backward, grad and saved_tensors.push(self), restore)
 
-    def _make_full_for_forward(self, unit: Unit, in_backward: bool) -> None:
+    def _open(self, unit: Unit, in_backward: bool) -> None:
         if self._editing:
             raise RuntimeError(
                 f"unit '{unit.label}': expected no forward inside full_params(), got one: it would "
-                "not see the edits. "
-                "Leave the context first."
+                "not see the edits. Leave the context first."
             )
-        if in_backward:
-            self._touch(unit)
-            return
-        if unit.active == 0:
-            self._forward.visit(unit.position)
-        self._ensure_full(unit)
-        self._prefetch(self._forward)
+        for bucket in unit.buckets:
+            bucket.check_sites()
+        try:
+            with _outside_inference_mode():
+                if in_backward:
+                    self._touch(unit)
+                else:
+                    self._forward.visit(unit.position)
+                    self._ensure_full(unit)
+                    self._prefetch(self._forward)
+        except BaseException:
+            if self._depth == 0 and not in_backward:
+                self._abandon()
+            raise
+        unit.packed = 0
 
     def leave(self, unit: Unit, frame: Frame, output: Any) -> None:
         """End a forward that succeeded."""
         self._undo(unit, frame)
-        if frame.in_backward:
+        if frame.in_backward or (unit.active and self._depth):
             return
-        if frame.grad and (unit.packed or unit.has_children):
-            for tensor in _tensors(output):
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(lambda _: self._hint(unit))  # type: ignore[no-untyped-call]
-        with _outside_inference_mode():
-            if unit.active == 0 and unit.is_full():
-                if self._keeps(unit, frame.grad):
-                    unit.hide()
-                else:
-                    unit.free()
+        try:
+            with _outside_inference_mode():
+                self._close(unit, frame, output)
+        except BaseException:
             if self._depth == 0:
-                self._end_forward(frame.grad)
+                self._forward.abandon()
+                self._free_all()
+            raise
+
+    def _close(self, unit: Unit, frame: Frame, output: Any) -> None:
+        keep = self._keeps(unit, frame.grad)
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None and (unit.packed or unit.has_children):
+                tensor.register_hook(lambda _: self._hint(unit))  # type: ignore[no-untyped-call]
+            if not keep and self.owner_of(tensor) in unit.buckets:
+                raise ValueError(
+                    f"unit '{unit.label}': expected outputs of their own memory, got a view of its "
+                    "parameters, which are freed now. Return a copy (weight.clone()), or give the "
+                    "weight to the unit that uses it."
+                )
+        if unit.is_full():
+            if keep:
+                unit.hide()
+            else:
+                unit.free()
+        if self._depth == 0:
+            self._end_forward(frame.grad)
 
     def leave_failed(self, unit: Unit, frame: Frame) -> None:
         """End a forward that raised; in backward it may be checkpoint's early stop."""
@@ -241,6 +259,8 @@ class Runtime:
             unit.free()  # edited since it was gathered
         if unit.is_full():
             unit.show()
+            for bucket in unit.buckets:
+                bucket.sync_requires_grad()
             return
         if unit.is_sharded():
             unit.gather()

@@ -112,11 +112,10 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         """Called by autograd for each tensor that an operation saves."""
-        if tensor.layout is torch.strided:
-            bucket = self._runtime.owner_of(tensor)
-            if bucket is not None:
-                bucket.unit.packed += 1
-                return _SavedView(bucket, tensor)
+        bucket = self._runtime.owner_of(tensor)
+        if bucket is not None:
+            bucket.unit.packed += 1
+            return _SavedView(bucket, tensor)
         return _Kept(tensor) if self._outer is None else _Passed(self._outer, tensor)
 
     def unpack(self, saved: Any) -> Tensor:

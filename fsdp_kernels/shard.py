@@ -83,7 +83,7 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Free this module's own unit now; does nothing where it is sharded already."""
-        if not self._fk_unit.state == "SHARDED":
+        if self._fk_unit.state != "SHARDED":
             self._fk_unit.free()
 
     @contextmanager

@@ -104,6 +104,10 @@ class CommContract:
         self.run(world, check_tickets)
 
     @pytest.mark.parametrize("world", [1, 2])
+    def test_gathers_and_reductions_may_be_issued_in_different_orders(self, world: int) -> None:
+        self.run(world, check_two_orders)
+
+    @pytest.mark.parametrize("world", [1, 2])
     def test_wrong_arguments(self, world: int) -> None:
         self.run(world, check_wrong_arguments)
 
@@ -266,6 +270,32 @@ def _launch_and_wait(comm: Comm, device: str, numel: int, rounds: int) -> None:
         ticket.wait()
     for got, expected in results:
         assert torch.equal(got.cpu(), expected)
+
+
+def check_two_orders(comm: Comm, device: str) -> None:
+    """Rank 0 reduces before it gathers, the others after: each kind has an order of its own."""
+    comm.prepare_reductions()
+    comm.prepare_reductions()  # again: nothing
+    numel = 32
+    full, shard = (
+        poisoned(comm.world * numel, torch.float32, device),
+        poisoned(numel, torch.float32, device),
+    )
+    grads = torch.full((comm.world * numel,), comm.rank + 1.0, device=device)
+    mine = torch.full((numel,), float(comm.rank), device=device)
+
+    def gather() -> Ticket:
+        return comm.all_gather(full, mine, label="fk.gather[a/0]")
+
+    def reduce() -> Ticket:
+        return comm.reduce_scatter(shard, grads, label="fk.reduce[b/0]")
+
+    tickets = [f() for f in ((reduce, gather) if comm.rank == 0 else (gather, reduce))]
+    for ticket in tickets:
+        ticket.wait()
+        assert ticket.done()
+    assert shard.tolist() == [comm.world * (comm.world + 1) / 2] * numel
+    assert full.view(comm.world, numel)[:, 0].tolist() == list(range(comm.world))
 
 
 def check_tickets(comm: Comm, device: str) -> None:

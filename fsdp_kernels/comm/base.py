@@ -77,6 +77,15 @@ class Comm(Protocol):
     rank: int
     world: int
 
+    def prepare_reductions(self) -> None:
+        """Give reduce-scatters an order of their own from now on (collective; again does nothing).
+
+        Ranks that finish units in different orders issue gathers and reductions in different
+        sequences; in one order the two would be paired with one another. A root calls this once,
+        before its first reduction.
+        """
+        ...
+
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
         """Fill `full` with every rank's `shard`, in rank order.
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -44,8 +43,7 @@ _MOVABLE = frozenset(
 class ProcessGroupComm:
     """A `Comm` over a `torch.distributed` process group, which stays its creator's.
 
-    Gathers and broadcasts run on the group, reductions on a second one of the same ranks, made when
-    the first `ProcessGroupComm` of the group is (all members must make theirs then).
+    Reduce-scatters run on a second group of the same ranks, once `prepare_reductions` has made it.
 
     On CPU tensors over gloo, reductions are an all-to-all and a local sum in rank order: gloo's own
     reduce-scatter is an all-reduce of a copy, which moves twice the bytes.
@@ -74,9 +72,15 @@ class ProcessGroupComm:
         resolved = group if group is not None else dist.group.WORLD
         assert resolved is not None  # is_initialized said so
         self._group: dist.ProcessGroup | None = resolved
-        self._reduce_group = _reduce_group(resolved)
+        self._reduce_group: dist.ProcessGroup | None = None
         self._gloo_on_cpu = _backend_of(resolved, "cpu") == "gloo"
         self._scratch = _Scratch()
+
+    def prepare_reductions(self) -> None:
+        """Make the group that reduce-scatters run on from now on (collective); see `Comm`."""
+        if self._group is not None and self._reduce_group is None and self.world > 1:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._reduce_group = dist.new_group(ranks, use_local_synchronization=True)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
         """Fill `full` with every rank's `shard`, in rank order; see `Comm`."""
@@ -99,7 +103,8 @@ class ProcessGroupComm:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
         check_shards(full, shard, self.world, label)
         check_reducible(full, "sum", label)
-        group = self._open_reduce_group(label)
+        group = self._group or self._refuse_closed(label)
+        group = self._reduce_group or group
         if self._is_local(full):
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
@@ -120,7 +125,7 @@ class ProcessGroupComm:
         check_op(op, label)
         check_contiguous(tensor, label)
         check_reducible(tensor, op, label)
-        group = self._open_reduce_group(label)
+        group = self._group or self._refuse_closed(label)
         if self._is_local(tensor):
             return _DoneTicket(label)
         tensor = _as_real(tensor)
@@ -155,18 +160,13 @@ class ProcessGroupComm:
 
     def close(self) -> None:
         """Let the group go, without destroying it: it belongs to whoever made it."""
-        self._group = None
+        self._group = self._reduce_group = None
         self._scratch = _Scratch()
 
     def _is_local(self, tensor: torch.Tensor) -> bool:
         # Nothing to move: a group of one on CPU, or an empty bucket (the same on all ranks). A
         # group of one on a device still goes through the backend, which orders the streams.
         return tensor.numel() == 0 or (self.world == 1 and tensor.is_cpu)
-
-    def _open_reduce_group(self, label: str) -> dist.ProcessGroup:
-        if self._group is None:
-            self._refuse_closed(label)
-        return self._reduce_group
 
     def _refuse_closed(self, label: str) -> dist.ProcessGroup:
         raise RuntimeError(
@@ -268,28 +268,6 @@ class _Scratch:
         storage = buffer.untyped_storage()
         if self._spare is None or self._spare.numel() < storage.nbytes():
             self._spare = torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-# One reduction group for each group that gathers, however many communicators there are. Weak: a
-# destroyed group takes its entry along.
-_reduce_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-
-
-def _reduce_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a second group of the same ranks, made on first use (collective over the ranks).
-
-    Gathers and reductions need an order of their own each: ranks that finish units in different
-    orders issue the two in different sequences, which one group would pair with one another.
-    """
-    made = _reduce_groups.get(group)
-    if made is None:
-        if dist.get_world_size(group) == 1:
-            made = group
-        else:
-            ranks = dist.get_process_group_ranks(group)
-            made = dist.new_group(ranks, use_local_synchronization=True)
-        _reduce_groups[group] = made
-    return made
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
