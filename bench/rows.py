@@ -35,19 +35,34 @@ def describe() -> dict[str, Any]:
     return found
 
 
-def interleave(sides: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    sides: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    before: Callable[[], object] | None = None,
+    clock: Callable[[], float] | None = None,
+) -> dict[str, list[float]]:
     """Time each side once a round, so that what disturbs the machine disturbs all alike.
+
+    Args:
+        sides: What to time, by name.
+        rounds: How often.
+        before: Called, untimed, before each side: a barrier where ranks run the sides together.
+        clock: Gives seconds; None is the wall clock.
 
     Returns:
         Seconds by side, one for each round; two rounds of warming up are not among them.
     """
+    now = clock or time.perf_counter
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 2):
         for name, side in sides.items():
-            begin = time.perf_counter()
+            if before is not None:
+                before()
+            begin = now()
             side()
             if turn >= 2:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(now() - begin)
     return seconds
 
 
@@ -56,12 +71,10 @@ def ratio(slow: list[float], fast: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def ceiling_bytes_per_s(numel: int, rounds: int = 7) -> float:
-    """Measure what memory gives, read plus written: the better of a copy and an in-place scaling."""
-    source, target = torch.ones(numel), torch.ones(numel)
-    sides = {"copy": lambda: target.copy_(source), "scale": lambda: source.mul_(1.0)}
-    seconds = interleave(sides, rounds)  # type: ignore[arg-type]
-    return 2 * 4 * numel / min(statistics.median(times) for times in seconds.values())
+def scale_in_place(numel: int) -> Callable[[], object]:
+    """Return the side that is the ceiling of kernels bound by memory: 8 bytes an element."""
+    tensor = torch.ones(numel)
+    return lambda: tensor.mul_(1.0)
 
 
 def finish(bench: str, result: dict[str, Any], *, record: bool) -> None:
