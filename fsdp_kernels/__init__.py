@@ -15,7 +15,6 @@ from fsdp_kernels._version import __version__
 from fsdp_kernels.checkpoint import full_state_dict, load_full_state_dict
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.comm.process_group import ProcessGroupComm
-from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.optim import ShardedAdam, ShardedAdamW
 from fsdp_kernels.shard import ShardedModule, fully_shard
 from fsdp_kernels.trace import record_schedule
@@ -23,7 +22,6 @@ from fsdp_kernels.trace import record_schedule
 __all__ = [
     "CPUOffloadPolicy",
     "Comm",
-    "FlatShard",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ProcessGroupComm",

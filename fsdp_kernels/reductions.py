@@ -72,7 +72,7 @@ class Reductions:
         while self._next < len(order) and order[self._next].released:
             unit = order[self._next]
             self._next += 1
-            if unit.sync and unit.reduced_buckets():
+            if unit.reduces_now() and unit.reduced_buckets():
                 self._poll()
                 unit.reduce()
                 self._running.append(unit)
@@ -89,7 +89,7 @@ class Reductions:
         for unit in self.order():
             if unit.late:
                 self._reduce_late(unit)
-        synced = [unit for unit in self._units if unit.sync]
+        synced = [unit for unit in self._units if unit.reduces_now()]
         if synced:
             self._agree_on_used(synced)
         self._left_over = any(unit.has_pending for unit in self._units)
@@ -123,7 +123,7 @@ class Reductions:
     def _reduce_late(unit: Unit) -> None:
         """Add what a re-entrant checkpoint's second backward brought to a unit reduced before."""
         unit.pack()
-        if unit.sync:
+        if unit.reduces_now():
             unit.reduce()
             unit.finish_reduce()
 

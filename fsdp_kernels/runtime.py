@@ -105,9 +105,10 @@ class Runtime:
 
     def owner_of(self, tensor: Tensor) -> Bucket | None:
         """The bucket whose full buffer a tensor is a view of, or None."""
-        if tensor.layout is not torch.strided:
+        try:
+            return self._owners.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # sparse tensors and wrappers have no memory of their own
             return None
-        return self._owners.get(tensor.untyped_storage().data_ptr())
 
     def emit(self, verb: str, unit: Unit) -> None:
         """Record an event of a whole unit."""
@@ -288,7 +289,9 @@ class Runtime:
                 unit.free()
             return value
         self._touch(unit)
-        return read()
+        # With create_graph=True the backward's own graph saves what we return, and no hook of ours
+        # sees it: a view would read whatever the slot holds by then.
+        return read().clone() if torch.is_grad_enabled() else read()
 
     def _hint(self, unit: Unit) -> None:
         if not unit.released:
@@ -305,7 +308,7 @@ class Runtime:
         for done in [u for u in self._lingering if u is not unit]:
             self._lingering.remove(done)
             self._release(done)
-        if previous is not None and previous.is_full() and previous.trainable() == 0:
+        if previous is not None and previous.is_idle() and previous.trainable() == 0:
             previous.free()
         self._backward.visit(unit.position)
         self._ensure_full(unit)
@@ -343,12 +346,12 @@ class Runtime:
         unit.released = True
         if unit.is_gathering():
             unit.free()  # prefetched, but its backward reads no weights
-        if unit.sync:
+        if unit.reduces_now():
             self.reductions.reduce_in_turn()
         else:
             unit.pack()
             unit.has_pending = unit.trainable() > 0
-        if unit.is_full():
+        if unit.is_idle():
             unit.free()
 
     def _end_backward(self) -> None:
@@ -373,7 +376,8 @@ class Runtime:
         self._backward.finish()
         for unit in self.units:
             unit.begin_count()
-        self._free_all()
+            if unit.is_idle():  # a forward that calls autograd.grad still runs in others
+                unit.free()
 
     # -- failure ----------------------------------------------------------------------------------
 

@@ -89,6 +89,10 @@ class Unit:
         """Whether the parameters can be read now."""
         return self._state is State.FULL
 
+    def is_idle(self) -> bool:
+        """Whether the parameters are full (or about to be) and no forward is running."""
+        return self.active == 0 and self._state in (State.FULL, State.GATHERING)
+
     def is_sharded(self) -> bool:
         """Whether a gather may start."""
         return self._state is State.SHARDED
@@ -190,6 +194,13 @@ class Unit:
     def trainable(self) -> int:
         """Leaves that require a gradient."""
         return sum(bucket.grads.count_trainable() for bucket in self.buckets)
+
+    def reduces_now(self) -> bool:
+        """Whether this backward reduces the gradients; the same on every rank.
+
+        A unit whose forward still runs (it calls autograd itself) waits for the next backward.
+        """
+        return self.sync and self.active == 0
 
     def has_frozen(self) -> bool:
         """Whether some parameters require no gradient: their last reader cannot be seen."""
