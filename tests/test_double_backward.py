@@ -48,6 +48,8 @@ def _penalty(model: nn.Module, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     score = model(x)
     (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    with torch.no_grad():
+        model(x)  # gathers every unit into another's slot
     return score.mean() + (slope.norm(dim=-1) - 1).pow(2).mean()
 
 
