@@ -119,6 +119,8 @@ def build_plan(groups: Sequence[Mapping[str, Any]], where: str) -> Plan:
     by_bucket: dict[int, list[FlatShard]] = {}
     for number, group in enumerate(groups):
         for p in group["params"]:
+            if not p.is_floating_point():
+                continue  # an integer parameter never has a gradient
             if p not in group_of:
                 by_bucket.setdefault(id(p.bucket), []).append(p)
             group_of[p] = number
