@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step: ours against torch FSDP2, DDP and the unsharded model, over gloo on CPU.
+
+A step is forward, backward, clipping, optimizer and zero_grad of a small transformer. All sides
+start from the same weights, see the same data, and must agree on the losses before they are timed.
+"Unsharded" trains on a rank's own part of the data with nobody to talk to: what is left is the
+price of the other ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import ranks
+import rows
+import torch
+import torch.distributed as dist
+from workloads import Shape, Side, batch, build, mean, sides
+
+from fsdp_kernels import ProcessGroupComm
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+CHECKED_STEPS = 4
+
+
+def check(made: dict[str, Side], shape: Shape) -> dict[str, list[float]]:
+    """Take some steps with every side; raise unless their losses agree with the unsharded ones."""
+    losses = {
+        name: [mean(side.step(batch(shape, step, side.ranks))) for step in range(CHECKED_STEPS)]
+        for name, side in made.items()
+    }
+    want = torch.tensor(losses["unsharded"])
+    for name, got in losses.items():
+        off = (torch.tensor(got) / want - 1).abs().max().item()
+        if not off <= TOLERANCE[shape.dtype]:
+            raise RuntimeError(
+                f"{name}: expected the losses of the unsharded model, {want.tolist()}, got {got}. "
+                "Do not compare times of different results."
+            )
+    return losses
+
+
+def count(side: Side, tokens: torch.Tensor) -> dict[str, Any]:
+    """Count what one step sends."""
+    with ranks.TrafficCounter() as counter:
+        side.step(tokens)
+    traffic = counter.traffic
+    return {
+        "collectives": traffic.collectives.total(),
+        "by_operator": dict(traffic.collectives),
+        "sent_mb": traffic.sent_bytes / 1e6,
+    }
+
+
+def ceilings(shape: Shape, rounds: int) -> dict[str, float]:
+    """Measure copies and gathers of one block's bucket, in bytes each second."""
+    numel = sum(p.numel() for p in build(shape).blocks[0].parameters())
+    world = dist.get_world_size()
+    shard = torch.zeros(-(-numel // world), dtype=shape.dtype)
+    full, target = shard.new_zeros(2, world * shard.numel())
+    comm = ProcessGroupComm()
+    seconds = ranks.interleave(
+        {
+            "copy": lambda: target.copy_(full),
+            "gather": lambda: comm.all_gather(full, shard, label="ceiling").wait(),
+        },
+        rounds,
+    )
+    nbytes = full.numel() * full.element_size()
+    moved = {"copy": 2 * nbytes, "gather": nbytes * (world - 1) / world}
+    return {name: moved[name] / statistics.median(times) for name, times in seconds.items()}
+
+
+def measure(rank: int, world: int, shape: Shape, rounds: int) -> dict[str, Any]:
+    """Do everything that takes all ranks."""
+    ceiling = ceilings(shape, 10)
+    made = sides(shape, rank, world)
+    losses = check(made, shape)
+    tokens = batch(shape, CHECKED_STEPS, [rank])
+    traffic = {name: count(side, tokens) for name, side in made.items()}
+
+    def timed(side: Side) -> Callable[[], object]:
+        return lambda: side.step(tokens)
+
+    seconds = ranks.interleave({name: timed(side) for name, side in made.items()}, rounds)
+    return {"ceiling": ceiling, "losses": losses, "traffic": traffic, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of computation")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--record", action="store_true", help="append to bench/results/")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print("environment")
+    found = rows.describe()
+    shape = Shape(args.dim, args.layers, args.batch, args.sequence, DTYPES[args.dtype])
+    found_by_rank0 = ranks.run(measure, args.world, shape, args.rounds)[0]
+    ceiling, traffic = found_by_rank0["ceiling"], found_by_rank0["traffic"]
+    print(
+        f"ceiling, a block's bucket: copy {ceiling['copy'] / 1e9:.1f} GB/s read plus written, "
+        f"gather {ceiling['gather'] / 1e9:.2f} GB/s sent by a rank"
+    )
+    print(f"losses agree: {', '.join(f'{loss:.4f}' for loss in found_by_rank0['losses']['ours'])}")
+    seconds = found_by_rank0["seconds"]
+    print(f"{'':22}{'median':>11}{'x ours':>8}{'collectives':>13}{'MB sent':>9}{'at ceiling':>12}")
+    table = {}
+    for name, times in seconds.items():
+        sent = traffic[name]["sent_mb"]
+        median, times_ours = statistics.median(times), rows.ratio(times, seconds["ours"])
+        least = sent * 1e6 / ceiling["gather"]
+        table[name] = {
+            "ms": median * 1e3,
+            "ratio_to_ours": times_ours,
+            **traffic[name],
+            "sending_at_ceiling_ms": least * 1e3,
+        }
+        row = f"{name:22}{median * 1e3:>8.1f} ms{times_ours:>8.2f}"
+        print(row + f"{traffic[name]['collectives']:>13}{sent:>9.1f}{least * 1e3:>9.1f} ms")
+    result = {
+        **{key: getattr(args, key) for key in ("world", "dim", "layers", "batch", "sequence")},
+        "dtype": args.dtype,
+        "rounds": args.rounds,
+        "ceiling_gb_per_s": {name: value / 1e9 for name, value in ceiling.items()},
+        "losses": found_by_rank0["losses"],
+        "speedup_over_fsdp2": table["FSDP2"]["ratio_to_ours"],
+        "speedup_over_fsdp2_fused": table["FSDP2, fused AdamW"]["ratio_to_ours"],
+        "speedup_over_ddp": table["DDP"]["ratio_to_ours"],
+        "sides": table,
+        "environment": found,
+    }
+    rows.finish("step", result, record=args.record)
+
+
+if __name__ == "__main__":
+    main()

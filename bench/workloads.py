@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `step.py` trains: a small transformer, and every way to train it as one side each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn import functional as F
+
+import fsdp_kernels
+
+VOCABULARY = 256
+ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model, of one rank's batch, and the dtype of computation."""
+
+    dim: int
+    layers: int
+    batch: int
+    sequence: int
+    dtype: torch.dtype
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads = max(dim // 64, 1)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, dim = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, dim))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+
+class Transformer(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, shape.dim)
+        self.places = nn.Parameter(0.02 * torch.randn(shape.sequence, shape.dim))
+        self.blocks = nn.ModuleList(Block(shape.dim) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the loss of guessing each token, [batch, sequence + 1], from those before it."""
+        x = self.tokens(tokens[:, :-1]) + self.places
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return loss
+
+
+def build(shape: Shape) -> Transformer:
+    """Build the same model every time and on every rank."""
+    torch.manual_seed(0)
+    return Transformer(shape)
+
+
+def batch(shape: Shape, step: int, ranks: Iterable[int]) -> Tensor:
+    """Make the tokens, [batch, sequence + 1], that some ranks see in one step."""
+    parts = []
+    for rank in ranks:
+        generator = torch.Generator().manual_seed(1009 * step + rank)
+        size = (shape.batch, shape.sequence + 1)
+        parts.append(torch.randint(VOCABULARY, size, generator=generator))
+    return torch.cat(parts)
+
+
+@dataclass
+class Side:
+    """One way to train: a model, its optimizer, and how gradients are clipped.
+
+    Attributes:
+        ranks: The ranks whose data this process feeds it, for the comparison of losses.
+        autocast: Whether low precision comes from autocast, and not from a policy of the sharding.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[], Any] | None
+    ranks: list[int]
+    autocast: torch.dtype | None = None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Take one training step and return the loss."""
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            loss = self.model(tokens)
+        loss.backward()
+        if self.clip is not None:
+            self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        taken: Tensor = loss.detach()
+        return taken
+
+
+def sides(shape: Shape, rank: int, world: int) -> dict[str, Side]:
+    """Make every side, all from the same initial weights."""
+    low = None if shape.dtype == torch.float32 else shape.dtype
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
+    return {
+        "ours": _ours(shape, policy, rank, fused=True),
+        "ours, torch AdamW": _ours(shape, policy, rank, fused=False),
+        "FSDP2": _fsdp2(shape, policy, rank, world, foreach=True),
+        "FSDP2, fused AdamW": _fsdp2(shape, policy, rank, world, fused=True),
+        "DDP": _plain(nn.parallel.DistributedDataParallel(build(shape)), [rank], low),
+        "unsharded": _plain(build(shape), list(range(world)), low),
+    }
+
+
+def _ours(shape: Shape, policy: MixedPrecisionPolicy, rank: int, *, fused: bool) -> Side:
+    model: Any = fsdp_kernels.fully_shard(build(shape), units=Block, mp_policy=policy)
+    if fused:
+        ours = fsdp_kernels.ShardedAdamW(model.parameters(), max_grad_norm=MAX_NORM, **ADAMW)
+        return Side(model, ours, None, [rank])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **ADAMW)
+    return Side(model, optimizer, lambda: model.clip_grad_norm_(MAX_NORM), [rank])
+
+
+def _fsdp2(shape: Shape, policy: MixedPrecisionPolicy, rank: int, world: int, **form: Any) -> Side:
+    model = build(shape)
+    mesh = init_device_mesh("cpu", (world,))
+    for block in model.blocks:
+        torch_fully_shard(block, mesh=mesh, mp_policy=policy)
+    torch_fully_shard(model, mesh=mesh, mp_policy=policy)
+    return Side(model, torch.optim.AdamW(model.parameters(), **form, **ADAMW), _clip(model), [rank])
+
+
+def _plain(model: nn.Module, ranks: list[int], low: torch.dtype | None) -> Side:
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **ADAMW)
+    return Side(model, optimizer, _clip(model), ranks, low)
+
+
+def _clip(model: nn.Module) -> Callable[[], Any]:
+    return lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def mean(value: Tensor) -> float:
+    """Average a number over the ranks."""
+    total = value.double().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
