@@ -86,17 +86,17 @@ def adam(
     if shard.master.is_cuda:
         from triton_ops.adam import adam as on_device
 
-        options = {"scale": scale, "decoupled": decoupled, "maximize": maximize}
-        return on_device(shard, table, coefs, factor, **options)
+        return on_device(
+            shard, table, coefs, factor, scale=scale, decoupled=decoupled, maximize=maximize
+        )
     if _CPP is None:
-        options = {"scale": scale, "decoupled": decoupled, "maximize": maximize}
-        return reference.adam(shard, table, coefs, factor, **options)
+        return reference.adam(
+            shard, table, coefs, factor, scale=scale, decoupled=decoupled, maximize=maximize
+        )
     _common.check_adam("adam", shard, table, coefs, factor)
-    grad_scale = factor.item() * scale
-    threads = torch.get_num_threads()
-    grad_scale = -grad_scale if maximize else grad_scale
-    buffers, tables = _buffers(shard), (_rows(table.host()), _rows(coefs))
-    _CPP.adam(buffers, *tables, grad_scale, decoupled, threads)
+    grad_scale = factor.item() * (-scale if maximize else scale)
+    tables = _rows(table.host()), _rows(coefs)
+    _CPP.adam(_buffers(shard), *tables, grad_scale, decoupled, torch.get_num_threads())
 
 
 def _rows(table: Tensor) -> tuple[int, int]:
