@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer tail after a reduce-scatter: ours against torch's, on CPU.
+"""The optimizer tail after a reduce-scatter: ours against torch's, on CPU or one CUDA device.
 
 Low-precision gradients in, low-precision parameters out, float32 master and moments, the gradient
 norm clipped. torch does it as cast, norm, scale, fused AdamW, cast; here it is two passes, norm and
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_kernels import ops
-from triton_ops import AdamShard, FragmentTable
+from triton_ops import COEF_COLUMNS, AdamShard, FragmentTable
 
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
 MOMENTS = 2 * 2 * 4  # bytes an element: both moments read and written
@@ -40,22 +40,24 @@ class Ours:
     """The kernels that `ShardedAdamW.step` calls."""
 
     def __init__(self, problem: Problem) -> None:
-        numel = problem.master.numel()
+        numel, device = problem.master.numel(), problem.master.device
         self.clip, self.launches = problem.clip, 2 if problem.clip is None else 3
         self.table = FragmentTable.build([(0, numel, 0)])
         self.master = problem.master.clone()
         # Parameters in float32 are the master itself: nothing is cast.
         low = problem.grads.dtype != torch.float32
         self.params = torch.empty_like(problem.grads) if low else None
-        moments = torch.zeros(numel), torch.zeros(numel)
+        moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.shard = AdamShard(problem.grads, self.master, *moments, params=self.params)
         hyper = [[LR, *BETAS, EPS, WEIGHT_DECAY]]
-        self.hyper = torch.tensor(hyper, dtype=torch.float64)
-        self.step, self.used = torch.zeros(1), torch.ones(1, dtype=torch.bool)
-        self.coefs = torch.empty(1, 9, dtype=torch.float64)
+        self.hyper = torch.tensor(hyper, dtype=torch.float64, device=device)
+        self.step = torch.zeros(1, device=device)
+        self.used = torch.ones(1, dtype=torch.bool, device=device)
+        self.coefs = torch.empty(1, COEF_COLUMNS, dtype=torch.float64, device=device)
+        self.one = torch.ones(1, dtype=torch.float64, device=device)
 
     def __call__(self) -> None:
-        factor = torch.ones(1, dtype=torch.float64)
+        factor = self.one
         if self.clip is not None:
             norm = ops.norm(self.shard.grads, self.table)[:1].sqrt()
             factor = (self.clip / (norm + 1e-6)).clamp_max(1.0)
@@ -142,28 +144,33 @@ def check(problem: Problem) -> None:
         assert torch.equal(ours.params, exact), "the parameters are not the rounded master"
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=16 << 20)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm; 0: no clipping")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="gradients and parameters")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--record", action="store_true", help="append to bench/results/")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    clock = rows.device_clock if args.device == "cuda" else None
     print("environment")
     found = rows.describe()
 
     dtype = DTYPES[args.dtype]
-    problem = Problem(torch.randn(args.numel).to(dtype), torch.randn(args.numel), args.clip or None)
+    draws = [torch.randn(args.numel, device=args.device) for _ in range(2)]
+    problem = Problem(draws[0].to(dtype), draws[1], args.clip or None)
     cost = bytes_per_parameter(dtype.itemsize, problem.clip is not None)
-    scale = {"ceiling": rows.scale_in_place(args.numel)}
-    first = statistics.median(rows.interleave(scale, 5)["ceiling"])
-    print(
-        f"ceiling: {8 * args.numel / first / 1e9:.1f} GB/s read plus written in place", flush=True
-    )
+    scale = {"ceiling": rows.scale_in_place(args.numel, args.device)}
+    first = statistics.median(rows.interleave(scale, 5, clock=clock)["ceiling"])
+    print(f"ceiling: {8 * args.numel / first / 1e9:.1f} GB/s, read plus written", flush=True)
     print(f"at it, ours takes {first * cost['ours'] / 8 * 1e3:.1f} ms", flush=True)
     check(problem)
 
@@ -180,23 +187,13 @@ def main() -> None:
     with Counter() as counter:
         torchs()
     launches = {"ours": ours.launches, "torch": counter.count}
-    seconds = rows.interleave(sides, args.rounds)
-
-    print(f"{'':22}{'median':>10}{'x ours':>8}{'bytes':>7}{'% of ceiling':>14}{'launches':>10}")
-    table = {}
-    for name in sides:
-        median = statistics.median(seconds[name])
-        share = rows.ratio(seconds["ceiling"], seconds[name]) * cost[name] / cost["ceiling"]
-        times = rows.ratio(seconds[name], seconds["ours"])
-        table[name] = {"ms": median * 1e3, "ratio_to_ours": times, "ceiling_share": share}
-        table[name] |= {"bytes_per_parameter": cost[name], "launches": launches.get(name)}
-        row = f"{name:22}{median * 1e3:>7.1f} ms{times:>8.2f}{cost[name]:>7}{share:>14.0%}"
-        print(row + f"{launches.get(name, ''):>10}")
+    seconds = rows.interleave(sides, args.rounds, clock=clock)
+    table = report(seconds, cost, launches)
+    options = {
+        name: getattr(args, name) for name in ("numel", "threads", "device", "clip", "dtype")
+    }
     result = {
-        "numel": args.numel,
-        "threads": args.threads,
-        "clip": args.clip,
-        "dtype": args.dtype,
+        **options,
         "ceiling_gb_per_s": 8 * args.numel / statistics.median(seconds["ceiling"]) / 1e9,
         "speedup": table["torch"]["ratio_to_ours"],
         "speedup_buffer_kept": table["torch, buffer kept"]["ratio_to_ours"],
@@ -204,6 +201,23 @@ def main() -> None:
         "environment": found,
     }
     rows.finish("adam", result, record=args.record)
+
+
+def report(
+    seconds: dict[str, list[float]], cost: dict[str, int], launches: dict[str, int]
+) -> dict[str, dict[str, Any]]:
+    """Print the table; return it. Ratios are medians over rounds of ratios within a round."""
+    print(f"{'':22}{'median':>10}{'x ours':>8}{'bytes':>7}{'% of ceiling':>14}{'launches':>10}")
+    table = {}
+    for name, times in seconds.items():
+        ms = statistics.median(times) * 1e3
+        share = rows.ratio(seconds["ceiling"], times) * cost[name] / cost["ceiling"]
+        ratio, count = rows.ratio(times, seconds["ours"]), launches.get(name)
+        table[name] = {"ms": ms, "ratio_to_ours": ratio, "ceiling_share": share}
+        table[name] |= {"bytes_per_parameter": cost[name], "launches": count}
+        line = f"{name:22}{ms:>7.1f} ms{ratio:>8.2f}{cost[name]:>7}{share:>14.0%}"
+        print(line + f"{'' if count is None else count:>10}")
+    return table
 
 
 if __name__ == "__main__":

@@ -71,9 +71,15 @@ def ratio(slow: list[float], fast: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def scale_in_place(numel: int) -> Callable[[], object]:
+def device_clock() -> float:
+    """Read the wall clock after all work of the CUDA device."""
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def scale_in_place(numel: int, device: str = "cpu") -> Callable[[], object]:
     """Return the side that is the ceiling of kernels bound by memory: 8 bytes an element."""
-    tensor = torch.ones(numel)
+    tensor = torch.ones(numel, device=device)
     return lambda: tensor.mul_(1.0)
 
 
