@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_map_only
 
+from fsdp_kernels._environment import note_comm
 from fsdp_kernels._wrap import (
     Plan,
     UnitSpec,
@@ -213,6 +214,7 @@ def fully_shard(
     _check_arguments(where, module, strategy, mp_policy, offload_policy, prefetch)
     plan = plan_units(where, module, units)
     chosen = pick_comm(where, comm, mesh, plan)
+    note_comm(chosen.name)
     runtime = Runtime(chosen, plan.device)
     runtime.prefetch = prefetch
     made = build_units(plan, mp_policy, runtime.resources, sync_module_states)
