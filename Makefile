@@ -9,6 +9,7 @@ NPROC ?= 2
 FSDP_KERNELS_CUDA ?= auto
 PYTEST_ARGS ?= -n 2 --dist loadfile
 TRAIN_ARGS ?=
+GPU_CHECK_ARGS ?=
 export FSDP_KERNELS_CUDA
 
 # The first Python that the package supports.
@@ -52,7 +53,7 @@ lint: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(wildcard tests/*.cpp)
 
 # In a short form; the rows that the README quotes come from the benches' own defaults.
 bench: $(BUILT)
@@ -63,7 +64,7 @@ bench: $(BUILT)
 
 # On a CUDA host, with the Python and torch that are there; offline, nothing is installed.
 gpu-check:
-	$${GPU_PYTHON:-python3} bench/gpu_check.py
+	$${GPU_PYTHON:-python3} bench/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fsdp_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -189,11 +189,9 @@ def main() -> None:
     launches = {"ours": ours.launches, "torch": counter.count}
     seconds = rows.interleave(sides, args.rounds, clock=clock)
     table = report(seconds, cost, launches)
-    options = {
-        name: getattr(args, name) for name in ("numel", "threads", "device", "clip", "dtype")
-    }
+    names = ("numel", "threads", "device", "clip", "dtype")
     result = {
-        **options,
+        **{name: getattr(args, name) for name in names},
         "ceiling_gb_per_s": 8 * args.numel / statistics.median(seconds["ceiling"]) / 1e9,
         "speedup": table["torch"]["ratio_to_ours"],
         "speedup_buffer_kept": table["torch, buffer kept"]["ratio_to_ours"],
