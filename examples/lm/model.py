@@ -114,6 +114,8 @@ class GPT(nn.Module):
                 into_residual = name.endswith(("out.weight", "mlp.2.weight"))
                 depth = 2 * self.config.layers if into_residual else 1
                 nn.init.normal_(parameter, std=1 / math.sqrt(self.config.width * depth))
+        # Small: with a shared weight, each byte would else start out sure that it comes again.
+        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute the logits, or the loss where targets are given.
@@ -125,7 +127,7 @@ class GPT(nn.Module):
         Returns:
             Without targets the logits [batch, time, 256]; with them the mean loss in nats, in fp32.
         """
-        # The shared weight is as small as the output layer needs it; here its variance should be 1.
+        # The shared weight is as small as the output layer needs it.
         x = self.embedding(tokens) * math.sqrt(self.config.width)
         rotation = self.rotation[:, : tokens.shape[1]].to(x.dtype)
         for block in self.blocks:

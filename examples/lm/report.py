@@ -115,10 +115,8 @@ def draw_curve(path: Path, losses: Sequence[float], held_out: Sequence[tuple[int
     from matplotlib import pyplot
 
     bits = [loss / math.log(2) for loss in losses]
-    smooth, mean = [], bits[0]
-    for step, value in enumerate(bits):
-        mean += (value - mean) / min(step + 1, 25)
-        smooth.append(mean)
+    around = [bits[max(0, i - 10) : i + 11] for i in range(len(bits))]
+    smooth = [sum(part) / len(part) for part in around]
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     steps = range(1, len(bits) + 1)
     axes.plot(steps, bits, color="tab:blue", alpha=0.25, linewidth=0.8)
