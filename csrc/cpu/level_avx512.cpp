@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
 #include "cpu/level.h"
 

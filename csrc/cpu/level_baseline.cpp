@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
 #include "cpu/level.h"
 

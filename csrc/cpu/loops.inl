@@ -133,7 +133,8 @@ FK_INLINE void add_squares(const void* data, int64_t i, Vec<double, kLanes<doubl
     }
   } else {
     const auto x = load<float, D>(data, i);
-    const auto low = widen<kLanes<double>>(low_half(x)), high = widen<kLanes<double>>(high_half(x));
+    constexpr int N = kLanes<float>;
+    const auto low = widen<N / 2>(half_of<0, N>(x)), high = widen<N / 2>(half_of<1, N>(x));
     sums[0] = multiply_add(low, low, sums[0]);
     sums[1] = multiply_add(high, high, sums[1]);
   }

@@ -55,21 +55,12 @@ FK_INLINE Vec<double, N> widen(Vec<float, N> f) {
   return __builtin_convertvector(f, Vec<double, N>);
 }
 
-template <int kFirst, class V, int... I>
-FK_INLINE auto lanes_of(const V& v, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(v, v, (kFirst + I)...);
-}
-
-template <class V>
-FK_INLINE auto low_half(const V& v) {
-  constexpr int half = sizeof(V) / sizeof(v[0]) / 2;
-  return lanes_of<0>(v, std::make_integer_sequence<int, half>());
-}
-
-template <class V>
-FK_INLINE auto high_half(const V& v) {
-  constexpr int half = sizeof(V) / sizeof(v[0]) / 2;
-  return lanes_of<half>(v, std::make_integer_sequence<int, half>());
+// The lower or upper half of a float32 vector.
+template <int kHalf, int N>
+FK_INLINE Vec<float, N / 2> half_of(Vec<float, N> v) {
+  Vec<float, N / 2> halves[2];
+  __builtin_memcpy(halves, &v, sizeof(v));  // stays in registers
+  return halves[kHalf];
 }
 
 // a * b + c, rounded once where the processor can.
