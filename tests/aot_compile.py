@@ -17,11 +17,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import triton
+import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from triton_ops import _common as common
 from triton_ops import adam, norm, pack
@@ -29,6 +29,16 @@ from triton_ops import adam, norm, pack
 ARCHS = (80, 90, 100)
 THREADS = 32 * common.NUM_WARPS
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+SAMPLES: dict[str, Any] = {
+    "*fp32": torch.zeros(64),
+    "*bf16": torch.zeros(64, dtype=torch.bfloat16),
+    "*fp16": torch.zeros(64, dtype=torch.float16),
+    "*fp64": torch.zeros(64, dtype=torch.float64),
+    "*i64": torch.zeros(64, dtype=torch.int64),
+    "*bool": torch.zeros(64, dtype=torch.bool),
+    "float": 0.5,
+    "int": 5,
+}
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 
 
@@ -64,11 +74,11 @@ def adam_variant(grads: str, params: str | None, amsgrad: bool, decoupled: bool)
             "exp_avg": "*fp32",
             "exp_avg_sq": "*fp32",
             "max_exp_avg_sq": "*fp32" if amsgrad else None,
-            "params": params and f"*{params}",
+            "shard_params": params and f"*{params}",
             "chunks": "*i64",
             "coefs": "*fp64",
             "factor": "*fp64",
-            "scale": "fp64",
+            "scale": "float",
             "DECOUPLED": decoupled,
             "MAXIMIZE": False,
             "ALIGN": common.VECTOR_BYTES // narrowest,
@@ -81,8 +91,8 @@ def adam_variant(grads: str, params: str | None, amsgrad: bool, decoupled: bool)
 
 
 def coefs_variant() -> Variant:
-    columns = {"hyper": "*fp64", "step": "*fp32", "used": "*i1", "skip": "*fp32", "out": "*fp64"}
-    constants = {"n_params": "i32", "DECOUPLED": True, "BLOCK": 128}
+    columns = {"hyper": "*fp64", "step": "*fp32", "used": "*bool", "skip": "*fp32", "out": "*fp64"}
+    constants = {"n_params": "int", "DECOUPLED": True, "BLOCK": 128}
     return Variant("adam_coefs", adam.adam_coefs_kernel, {**columns, **constants}, block=128)
 
 
@@ -130,21 +140,33 @@ VARIANTS = (
 )
 
 
+class NoDevice:
+    """Stands in for triton's CUDA driver, so that a launch goes as far as compiling."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
 def compile_ptx(variant: Variant, arch: int) -> str:
-    """Compile as a launch with 16-byte aligned pointers would; return the PTX."""
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(variant.kernel.arg_names):
-        value = variant.arguments[name]
-        if isinstance(value, str):
-            signature[name] = value
-            if value.startswith("*"):
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "constexpr"
-            constants[name] = value
-    source = ASTSource(variant.kernel, signature, constexprs=constants, attrs=attributes)
-    target = GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source, target=target, options=common.LAUNCH_OPTIONS)
+    """Launch on nothing, with pointers that are 16-byte aligned; return the PTX."""
+    driver.set_active(NoDevice(arch))
+    compiled = variant.kernel.warmup(
+        **{
+            name: SAMPLES[value] if isinstance(value, str) else value
+            for name, value in variant.arguments.items()
+        },
+        **common.LAUNCH_OPTIONS,
+        grid=(1,),
+    )
     return str(compiled.asm["ptx"])
 
 

@@ -37,7 +37,7 @@ def _update(
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
     max_exp_avg_sq: tl.tensor | None,
-    params: tl.tensor | None,
+    shard_params: tl.tensor | None,
     offsets: tl.tensor,
     mask: tl.tensor,
     coef: tl.tensor,
@@ -72,8 +72,8 @@ def _update(
     denom = root + tl.load(coef + _EPS).to(tl.float32)
     p = p - tl.div_rn(tl.load(coef + _STEP_SIZE).to(tl.float32) * m, denom)
     tl.store(master + offsets, p, mask=mask)
-    if params is not None:
-        tl.store(params + offsets, narrow(p, params.dtype.element_ty), mask=mask)
+    if shard_params is not None:
+        tl.store(shard_params + offsets, narrow(p, shard_params.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def adam_kernel(
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
     max_exp_avg_sq: tl.tensor | None,
-    params: tl.tensor | None,  # [shard_numel], written only
+    shard_params: tl.tensor | None,  # written only; NOTE: triton's launcher breaks on "params"
     chunks: tl.tensor,  # int64 [n_chunks, 3]: start, stop, row
     coefs: tl.tensor,  # float64 [n_params, 9]
     factor: tl.tensor,  # float64 [1]
@@ -105,13 +105,13 @@ def adam_kernel(
         even = tl.multiple_of(start + (stop - start) // ALIGN * ALIGN, ALIGN)
         offsets = start + tl.arange(0, BLOCK)
         _update(
-            grads, master, exp_avg, exp_avg_sq, max_exp_avg_sq, params,
+            grads, master, exp_avg, exp_avg_sq, max_exp_avg_sq, shard_params,
             offsets, offsets < even, coef, grad_scale, DECOUPLED, MAXIMIZE,
         )  # fmt: skip
         if even < stop:
             rest = even + tl.arange(0, ALIGN)
             _update(
-                grads, master, exp_avg, exp_avg_sq, max_exp_avg_sq, params,
+                grads, master, exp_avg, exp_avg_sq, max_exp_avg_sq, shard_params,
                 rest, rest < stop, coef, grad_scale, DECOUPLED, MAXIMIZE,
             )  # fmt: skip
 
