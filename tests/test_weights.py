@@ -27,17 +27,29 @@ from fsdp_kernels import fully_shard
 WORLDS = [1, 2, 3, 4]
 
 
+class Scaled(Block):
+    """Reads a weight of its own, without any submodule's call."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 7)
+        self.gain = nn.Parameter(torch.rand(7) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
 class Tied(nn.Module):
     """Ties within the root, within a unit, and across two units."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList(Block(7, 7) for _ in range(3))
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
         self.head = nn.Linear(7, 11, bias=False)
         self.head.weight = self.embed.weight
         self.blocks[0].down.weight = self.blocks[0].up.weight
         self.blocks[2].up.weight = self.blocks[1].up.weight
+        self.blocks[2].gain = self.blocks[0].gain
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -57,7 +69,10 @@ def tied(rank: int, world: int) -> None:
         (model.head, "weight", model.embed),
         (model.blocks[0].down, "weight", model.blocks[0].up),
         (model.blocks[2].up, "weight", model.blocks[1].up),
+        (model.blocks[2], "gain", model.blocks[0]),
     ]
+    owners = [getattr(module, name).bucket.unit.name for module, name, _ in ties]
+    assert owners == ["", "blocks.0", "", ""], "the closest common ancestor's unit"
     whole = {name: full(value) for name, value in model.state_dict().items()}
     assert {"embed.weight", "head.weight", "blocks.2.up.weight"} <= set(whole)
     model.load_state_dict({name: value + 1 for name, value in whole.items()})
