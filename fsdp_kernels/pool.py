@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, insort_left
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from fsdp_kernels.streams import Event, Streams
 
+_nbytes = attrgetter("nbytes")
 _POISON = os.environ.get("FSDP_KERNELS_DEBUG") == "1"
 
 
@@ -19,16 +22,19 @@ class Slot:
 
     Attributes:
         buffer: uint8, 1-D; the storage.
+        nbytes: Its size.
+        pointer: Its address.
         owner: Label of the bucket that holds it, or None while it is free.
         freed: Event after which the next owner may write.
         views: The owners' typed views, kept as long as the slot lives, since making them costs host
             time.
     """
 
-    __slots__ = ("buffer", "freed", "owner", "pointer", "views")
+    __slots__ = ("buffer", "freed", "nbytes", "owner", "pointer", "views")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.nbytes = nbytes
         self.pointer = self.buffer.untyped_storage().data_ptr()
         self.owner: str | None = None
         self.freed: Event | None = None
@@ -64,33 +70,29 @@ class Pool:
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
         self._streams = streams
-        self._free: list[Slot] = []
+        self._free: list[Slot] = []  # smallest first
         self._used: list[Slot] = []
+        self.allocated_bytes = 0
         self.peak_bytes = 0
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of all slots, free and in use."""
-        return sum(slot.buffer.numel() for slot in (*self._free, *self._used))
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the slots that have an owner."""
-        return sum(slot.buffer.numel() for slot in self._used)
+        return sum(slot.nbytes for slot in self._used)
 
     def take(self, owner: str, nbytes: int) -> Slot:
         """Take a slot of at least `nbytes` bytes for `owner`."""
-        fitting = [slot for slot in self._free if slot.buffer.numel() >= nbytes]
-        if fitting:
-            slot = min(fitting, key=lambda s: s.buffer.numel())
-            self._free.remove(slot)
+        at = bisect_left(self._free, nbytes, key=_nbytes)
+        if at < len(self._free):
+            slot = self._free.pop(at)
         else:
             if self._free:
-                self._free.remove(max(self._free, key=lambda s: s.buffer.numel()))
+                self.allocated_bytes -= self._free.pop().nbytes
             slot = Slot(nbytes, self._device)
+            self.allocated_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         slot.claim(owner)
         self._used.append(slot)
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return slot
 
     def give_back(self, slot: Slot) -> None:
@@ -104,8 +106,10 @@ class Pool:
         slot.owner = None
         slot.freed = self._streams.record("compute")
         self._used.remove(slot)
-        self._free.append(slot)
+        # First of its size: what was used last, and may still be in a cache, is taken first.
+        insort_left(self._free, slot, key=_nbytes)
 
     def trim(self) -> None:
         """Drop every free slot."""
+        self.allocated_bytes = self.used_bytes
         self._free.clear()
