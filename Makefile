@@ -67,4 +67,4 @@ gpu-check:
 	$${GPU_PYTHON:-python3} bench/gpu_check.py $(GPU_CHECK_ARGS)
 
 clean:
-	rm -rf build dist *.egg-info fsdp_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info fsdp_kernels/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.built-*
