@@ -106,10 +106,6 @@ class BucketGrads:
         name = label("reduce", bucket.unit.name, bucket.index)
         self._ticket = bucket.comm.reduce_scatter(self._target, self.full_grads, label=name)
 
-    def reduce_is_done(self) -> bool:
-        """Whether waiting for the reduction would not block."""
-        return self._ticket is None or self._ticket.done()
-
     def finish(self) -> None:
         """Wait for the reduction and add it to what is there already."""
         ticket, target = self._ticket, self._target
@@ -134,16 +130,14 @@ class BucketGrads:
         self.present = True
         self._cleared.clear()
 
-    def abandon(self) -> None:
-        """After a failure: drop what was not reduced. What was reduced before stays."""
+    def discard(self) -> None:
+        """Wait for a reduction whose result nobody wants."""
         ticket, self._ticket, self._target = self._ticket, None, None
         try:
             if ticket is not None:
                 ticket.wait()
-        except RuntimeError:
-            pass  # the failure that led here has been raised already
-        self._drop_unreduced()
-        self.arrived = [False] * len(self.arrived)
+        finally:
+            self._drop_unreduced()
 
     def _storage(self) -> Tensor:
         if self.shard_grads is None:

@@ -1,26 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """When gradients are reduced, and what the ranks agree on at the end of a backward.
 
-Reductions start in one fixed order, the reverse of rank 0's first forward: a unit that is ready
-early waits its turn, one that no gradient reached sends zeros at the end. Ranks that finish units
-in different orders would otherwise mix two units' gradients without an error.
+Every rank must issue the same gathers and reductions in the same order, though ranks complete units
+at different times: a parameter that one rank does not use never arrives there. What all ranks share
+in a backward is the sequence of its gathers. So that sequence is the clock: at the end of each
+backward the ranks agree, for each unit, on the number of gathers after which its last gradient had
+arrived on every rank, and in the next backward its reduction is issued exactly there, complete or
+not. In its first backward a unit has no such deadline, and is reduced when backward leaves it for
+another. What has not been issued at the end is issued there, zeros where no gradient came.
 
-NOTE: inside a backward nothing waits for a reduction. Another rank may start it only at the end of
-its backward (a parameter that it did not use never arrives there), and until then it may need a
-gather of ours, which a waiting host would not issue. Finished ones are polled for.
+A gradient that comes after its unit's reduction is late; the ranks agree on which units have late
+ones, reduce those again, and the deadline moves. Since the order is one on all ranks, a rank may
+wait for one reduction before it issues the next, and one reduce bucket is enough.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.schedule import Order
 from fsdp_kernels.trace import label
 from fsdp_kernels.unit import Unit
+
+_HASH = 1 << 20  # sums of its squares stay exact in float64
 
 
 class Reductions:
@@ -29,6 +37,7 @@ class Reductions:
     Attributes:
         agreed: bool [number of parameters], on the device: which have a gradient on any rank. The
             buckets hold slices of it.
+        clock: Gathers issued in the backward under way.
     """
 
     def __init__(
@@ -38,60 +47,79 @@ class Reductions:
         self._buckets = buckets
         self._comm = comm
         self._forward = forward
-        self._order: list[Unit] | None = None
-        self._next = 0
-        self._running: list[Unit] = []
+        self._queue: deque[Unit] = deque()  # not issued yet, by deadline
+        self._issued: list[Unit] = []
+        self._running: Unit | None = None
+        self._failed = False
         self._left_over = False
-        self._sequence = 0
+        self._backwards = 0
+        self._gathers = 0  # hash of the gathers since the ranks last agreed
+        self.clock = 0
         self.agreed = torch.zeros(0, dtype=torch.bool)
 
     def share_agreement(self, device: torch.device) -> None:
-        """Lay the buckets' bits side by side, after units were adopted; the order is void then."""
+        """Lay the buckets' bits side by side, after units were adopted; deadlines are void then."""
         parts = [bucket.grads.agreed for bucket in self._buckets]
         self.agreed = torch.cat([torch.zeros(0, dtype=torch.bool, device=device), *parts])
         sizes = [part.numel() for part in parts]
         for bucket, agreed in zip(self._buckets, torch.split(self.agreed, sizes), strict=True):
             bucket.grads.agreed = agreed
-        self._order = None
+        for unit in self._units:
+            unit.deadline = -1
 
-    # -- during a backward ---------------------------------------------------------------------
+    # -- during a backward ------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Agree on the order, once, and start at its beginning."""
-        self._next = 0
-        if self._order is None and any(unit.sync for unit in self._units):
-            self._order = self._agree_on_order()
+        """Lay out what is to be reduced and when."""
+        self.settle()
+        self.clock = 0
+        self._issued = []
+        due = [unit for unit in self._to_reduce() if unit.deadline >= 0]
+        self._queue = deque(sorted(due, key=lambda unit: unit.deadline))
+        if any(unit.sync for unit in self._units):
+            self._comm.prepare_reductions()
 
-    def order(self) -> Sequence[Unit]:
-        """The agreed order; before there is one, any."""
-        return self._order or self._units
+    def before_gather(self, unit: Unit, in_backward: bool) -> None:
+        """Issue what is due before a unit's gather, and count the gather."""
+        self._gathers = (self._gathers * 31 + unit.position + 1) % _HASH
+        if in_backward:
+            while self._queue and self._queue[0].deadline <= self.clock:
+                self._issue(self._queue.popleft())
+            self.clock += 1
 
-    def reduce_in_turn(self) -> None:
-        """Start every reduction whose turn has come."""
-        order = self._order or []
-        while self._next < len(order) and order[self._next].released:
-            unit = order[self._next]
-            self._next += 1
-            if unit.reduces_now() and unit.reduced_buckets():
-                self._poll()
-                unit.reduce()
-                self._running.append(unit)
+    def left(self, unit: Unit) -> None:
+        """Note that backward has left a unit for another."""
+        if unit.deadline < 0 and not unit.issued and unit in self._to_reduce():
+            self._issue(unit)
 
-    def finish(self, unit: Unit) -> None:
-        """Wait for one unit's reduction, which was started before."""
-        self._running.remove(unit)
-        unit.finish_reduce()
+    def arrived(self, unit: Unit) -> None:
+        """Note that one of a unit's gradients has come."""
+        unit.last_arrival = self.clock
+        if unit.issued:
+            unit.late = True
+        elif unit.is_complete():
+            if not unit.reduces_now():
+                unit.pack()  # waits for a backward that reduces
+            queue = self._queue
+            while queue and queue[0].deadline <= self.clock and queue[0].is_complete():
+                self._issue(queue.popleft())
 
     def end_backward(self) -> None:
-        """Wait for all reductions, add what came late, and agree on what was used."""
-        for unit in list(self._running):
-            self.finish(unit)
-        for unit in self.order():
-            if unit.late:
-                self._reduce_late(unit)
-        synced = [unit for unit in self._units if unit.reduces_now()]
-        if synced:
-            self._agree_on_used(synced)
+        """Reduce the rest (zeros where no gradient came), and agree on what was used."""
+        for unit in (*self._queue, *self._to_reduce()):
+            if not unit.issued:
+                self._issue(unit)
+        self._queue.clear()
+        self._finish_running()
+        for unit in self._units:
+            if unit.late or not unit.reduces_now():
+                unit.pack()
+                unit.has_pending = not unit.reduces_now() and unit.trainable() > 0
+        reducing = [unit for unit in self._units if unit.reduces_now()]
+        if reducing:
+            for unit in self._agree(reducing):
+                unit.reduce()
+                unit.finish_reduce()
         self._left_over = any(unit.has_pending for unit in self._units)
 
     def reduce_left_over(self) -> None:
@@ -99,71 +127,117 @@ class Reductions:
 
         Gradients that one rank alone has accumulated are never shown, stepped with or lost.
         """
+        self.settle()
         if not self._left_over:
             return
         self._left_over = False
-        if self._order is None:
-            self._order = self._agree_on_order()
-        left = [unit for unit in self._order if unit.has_pending]
+        left = [unit for unit in self._units if unit.has_pending]
         for unit in left:
             unit.reduce()
             unit.finish_reduce()
-        self._agree_on_used(left)
+        self._agree(left)
 
-    def abandon(self) -> None:
-        """After a failure: nothing is under way or left over; the units drop their gradients."""
-        self._running.clear()
-        self._left_over = False
+    def _to_reduce(self) -> list[Unit]:
+        """The units that this backward reduces, in an order that all ranks share."""
+        return [u for u in reversed(self._units) if u.reduces_now() and u.reduced_buckets()]
 
-    def _poll(self) -> None:
-        while self._running and self._running[0].reduce_is_done():
-            self.finish(self._running[0])
+    def _issue(self, unit: Unit) -> None:
+        self._finish_running()
+        unit.issued = True
+        unit.reduce()
+        self._issued.append(unit)
+        self._running = unit
 
-    @staticmethod
-    def _reduce_late(unit: Unit) -> None:
-        """Add what a re-entrant checkpoint's second backward brought to a unit reduced before."""
-        unit.pack()
-        if unit.reduces_now():
-            unit.reduce()
+    def _finish_running(self) -> None:
+        unit, self._running = self._running, None
+        if unit is not None:
             unit.finish_reduce()
 
-    # -- what the ranks agree on ---------------------------------------------------------------
+    # -- failure ----------------------------------------------------------------------------------
 
-    def _agree_on_order(self) -> list[Unit]:
-        self._comm.prepare_reductions()
-        visited = self._forward.first_visits()[::-1]
-        seen = set(visited)
-        rest = [unit.position for unit in reversed(self._units) if unit.position not in seen]
-        order = torch.tensor([*visited, *rest], dtype=torch.int64, device=self.agreed.device)
-        self._comm.broadcast(order, label=label("agree", "reduction order")).wait()
-        return [self._units[position] for position in order.tolist()]
+    def abandon(self) -> None:
+        """Note that a backward failed. Its reductions stay issued: `settle` will match them."""
+        self._failed = True
+        self._running = None
+        self._left_over = False
 
-    def _agree_on_used(self, units: Sequence[Unit]) -> None:
-        """One small all-reduce: which parameters any rank used; whether all ranks are in step."""
-        reduced = {bucket for unit in units for bucket in unit.buckets}
-        self._sequence = (self._sequence + 1) % 4096
+    def settle(self) -> None:
+        """Match the reductions of a failed backward (collective, after one that failed).
+
+        How many each rank had issued may differ. The missing ones are issued with zeros, so that no
+        later reduction is paired with them, and all results are dropped.
+        """
+        if not self._failed:
+            return
+        self._failed = False
+        issued = torch.tensor(
+            [float(len(self._issued))], dtype=torch.float64, device=self.agreed.device
+        )
+        self._comm.all_reduce(issued, "max", label=label("agree", "failed backward")).wait()
+        # A rank may be behind by units that were complete on another and due: the next in line.
+        for _ in range(int(issued.item()) - len(self._issued)):
+            unit = self._queue.popleft()
+            unit.reduce()
+            self._issued.append(unit)
+        for unit in self._issued:
+            unit.discard_reduce()
+        self._gathers = 0
+
+    # -- what the ranks agree on ------------------------------------------------------------------
+
+    def _agree(self, reduced: Sequence[Unit]) -> list[Unit]:
+        """One small all-reduce at the end; returns the units to be reduced once more.
+
+        Its words are, under a maximum: a bit for each parameter (used), for each unit whether a
+        gradient came late and when the last one came, and two numbers with their negatives, which
+        are equal on all ranks if and only if the two maxima cancel: which backward this is, and a
+        hash of the gathers since the last one.
+        """
+        buckets = {bucket for unit in reduced for bucket in unit.buckets}
         bits: list[float] = []
         for bucket in self._buckets:
             pending = bucket.grads.pending
-            bits.extend(pending if bucket in reduced else [False] * len(pending))
+            bits.extend(pending if bucket in buckets else [False] * len(pending))
+        self._backwards = (self._backwards + 1) % _HASH
+        same = [self._backwards, self._gathers]
+        late = [unit.late for unit in self._units]
+        arrivals = [unit.last_arrival for unit in self._units]
         words = torch.tensor(
-            [*bits, self._sequence, self._sequence**2],
+            [*bits, *late, *arrivals, *same, *(-number for number in same)],
             dtype=torch.float64,
             device=self.agreed.device,
         )
-        self._comm.all_reduce(words, label=label("agree", "used parameters")).wait()
-        self.agreed |= words[:-2] > 0
-        for bucket in reduced:
+        self._comm.all_reduce(words, "max", label=label("agree", "used parameters")).wait()
+        self.agreed |= words[: len(bits)] > 0
+        for bucket in buckets:
             bucket.grads.reduced()
-        if words.device.type == "cpu":
-            self._check_sequence(words[-2].item(), words[-1].item())
+        return self._read(words[len(bits) :], reduced)
 
-    def _check_sequence(self, total: float, squares: float) -> None:
-        """All ranks sent the same number if and only if its variance is zero."""
-        comm = self._comm
-        if total**2 != squares * comm.world:
+    def _read(self, words: Tensor, reduced: Sequence[Unit]) -> list[Unit]:
+        count = len(self._units)
+        # NOTE: the one host read of a backward. A deadline or a late bit decides what the host
+        # issues next, and that must be the same on every rank.
+        numbers = words.tolist()
+        late, arrivals, checks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+        self._check_same(checks)
+        self._gathers = 0
+        for unit in reduced:
+            unit.deadline = int(arrivals[unit.position])
+        return [unit for unit in reduced if late[unit.position]]
+
+    def _check_same(self, checks: Sequence[float]) -> None:
+        rank = self._comm.rank
+        if checks[0] != -checks[2]:
             raise RuntimeError(
-                f"backward on rank {comm.rank}: expected every rank in backward {self._sequence}, "
-                f"got a mean of {total / comm.world:g}. Run the same number of forwards and "
-                "backwards on every rank."
+                f"backward on rank {rank}: expected every rank in the same backward, got number "
+                f"{-checks[2]:g} on one and {checks[0]:g} on another, {self._backwards} here. Run "
+                "the same number of forwards and backwards on every rank."
+            )
+        if checks[1] != -checks[3]:
+            order = ", ".join(self._units[i].label for i in self._forward.first_visits())
+            raise RuntimeError(
+                f"backward on rank {rank}: expected every rank to gather the same units in the "
+                f"same order, got different orders; here the forward was: {order}. Their weights "
+                "were mixed: discard this step, and call the same modules in the same order on "
+                "every rank."
             )

@@ -10,7 +10,9 @@ the end of the backward reduces what is left and lets the ranks agree on what wa
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +32,10 @@ from fsdp_kernels.trace import emit
 from fsdp_kernels.unit import Unit
 
 _graph_task = torch._C._current_graph_task_id
+
+
+class _Token:
+    """Lives as long as autograd holds the callback that ends a backward."""
 
 
 @dataclass(slots=True)
@@ -72,7 +78,8 @@ class Runtime:
         self._in_backward = False
         self._ending = False
         self._current: Unit | None = None
-        self._lingering: list[Unit] = []
+        self._touched: list[Unit] = []
+        self._callback: Callable[[], _Token | None] = lambda: None
         self._editing = False
         self._warned_autocast = False
 
@@ -118,9 +125,10 @@ class Runtime:
 
     def enter(self, unit: Unit) -> Frame:
         """Make a unit full for a forward of (part of) its module."""
-        in_backward = self._in_backward and _graph_task() != -1
-        if not in_backward:
+        in_backward = self._in_backward and self._callback() is not None
+        if not in_backward and self._depth == 0:
             self.recover()
+            self.reductions.settle()
         if unit.active == 0 or not unit.is_full():
             self._open(unit, in_backward)
         grad = torch.is_grad_enabled()
@@ -170,7 +178,7 @@ class Runtime:
         keep = self._keeps(unit, frame.grad)
         for tensor in _tensors(output):
             if tensor.grad_fn is not None and (unit.packed or unit.has_children):
-                tensor.register_hook(lambda _: self._hint(unit))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._touch(unit))  # type: ignore[no-untyped-call]
             if not keep and self.owner_of(tensor) in unit.buckets:
                 raise ValueError(
                     f"unit '{unit.label}': expected outputs of their own memory, got a view of its "
@@ -254,8 +262,6 @@ class Runtime:
         self._ensure_full(unit)
 
     def _ensure_full(self, unit: Unit) -> None:
-        if unit.is_reducing():
-            self.reductions.finish(unit)
         if not unit.is_sharded() and not unit.is_current():
             unit.free()  # edited since it was gathered
         if unit.is_full():
@@ -264,16 +270,17 @@ class Runtime:
                 bucket.sync_requires_grad()
             return
         if unit.is_sharded():
-            unit.gather()
+            self._gather(unit)
         unit.wait()
 
     def _prefetch(self, order: Order) -> None:
-        # What is prefetched must follow from what every rank sees alike (the order), never from
-        # which gradients have arrived here: ranks would issue different gathers.
         for position in order.upcoming(self.prefetch):
-            unit = self.units[position]
-            if unit.is_sharded() and not (self._in_backward and order.was_visited(position)):
-                unit.gather()
+            if self.units[position].is_sharded():
+                self._gather(self.units[position])
+
+    def _gather(self, unit: Unit) -> None:
+        self.reductions.before_gather(unit, self._in_backward)
+        unit.gather()
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -293,23 +300,24 @@ class Runtime:
         # sees it: a view would read whatever the slot holds by then.
         return read().clone() if torch.is_grad_enabled() else read()
 
-    def _hint(self, unit: Unit) -> None:
-        if not unit.released:
-            self._touch(unit)
-
     def _touch(self, unit: Unit) -> None:
-        """Note that backward has come to a unit: full now, the next prefetched, the last let go."""
-        if not self._in_backward:
-            self._begin_backward()
+        """Note that backward has come to a unit: full now, the next prefetched, others let go.
+
+        What is freed follows from the touches alone, which all ranks share, never from which
+        gradients have arrived here: ranks would gather different units again.
+        """
+        self._enter_backward()
         previous, self._current = self._current, unit
         if previous is unit:
             self._ensure_full(unit)
             return
-        for done in [u for u in self._lingering if u is not unit]:
-            self._lingering.remove(done)
-            self._release(done)
-        if previous is not None and previous.is_idle() and previous.trainable() == 0:
-            previous.free()
+        for other in [u for u in self._touched if not (u.contains(unit) or unit.contains(u))]:
+            self._touched.remove(other)
+            if other.is_idle():
+                other.free()
+            self.reductions.left(other)
+        if unit not in self._touched:
+            self._touched.append(unit)
         self._backward.visit(unit.position)
         self._ensure_full(unit)
         self._prefetch(self._backward)
@@ -320,59 +328,41 @@ class Runtime:
         bucket.unit.runtime._arrived(bucket, index)
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
-        if not self._in_backward:
-            self._begin_backward()
+        self._enter_backward()
         unit, grads = bucket.unit, bucket.grads
-        if unit.released or grads.arrived[index]:
-            unit.late = unit.late or unit.released
-            return
-        grads.arrived[index] = True
-        unit.arrived += 1
-        if unit.arrived == unit.trainable():
-            if unit.has_frozen():
-                self._lingering.append(unit)  # frozen weights may have readers yet
-            else:
-                self._release(unit)
+        if not grads.arrived[index]:  # a re-entrant checkpoint may bring a second part
+            grads.arrived[index] = True
+            unit.arrived += 1
+        self.reductions.arrived(unit)
 
-    def _begin_backward(self) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+    def _enter_backward(self) -> None:
+        if self._in_backward:
+            if self._callback() is not None:
+                return
+            self._abandon()  # the last backward failed, and another one has begun
+        # Autograd drops the callback, and the token with it, when a backward fails. An inner
+        # backward (re-entrant checkpointing) finds the outer one's token alive.
+        token = _Token()
+        self._callback = weakref.ref(token)
+        end = functools.partial(self._end_backward, token)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
         self._in_backward = True
         if not self._backward.last:
             self._backward.last = self._forward.first_visits()[::-1]
         self.reductions.begin_backward()
 
-    def _release(self, unit: Unit) -> None:
-        """All gradients of a unit are there: free it, and reduce it when its turn has come."""
-        unit.released = True
-        if unit.is_gathering():
-            unit.free()  # prefetched, but its backward reads no weights
-        if unit.reduces_now():
-            self.reductions.reduce_in_turn()
-        else:
-            unit.pack()
-            unit.has_pending = unit.trainable() > 0
-        if unit.is_idle():
-            unit.free()
-
-    def _end_backward(self) -> None:
+    def _end_backward(self, token: _Token) -> None:
         self._ending = True
         try:
-            self._lingering.clear()
-            for unit in self.reductions.order():
-                if not unit.released:
-                    self._release(unit)
             self.reductions.end_backward()
         except BaseException:
             self._abandon()
             raise
         finally:
             self._ending = False
-        self._close_backward()
-
-    def _close_backward(self) -> None:
         self._in_backward = False
         self._current = None
-        self._lingering.clear()
+        self._touched = []
         self._backward.finish()
         for unit in self.units:
             unit.begin_count()
@@ -383,7 +373,7 @@ class Runtime:
 
     def recover(self) -> None:
         """Clean up after a backward that raised: its end-of-backward callback never ran."""
-        if self._in_backward and not self._ending and _graph_task() == -1:
+        if self._in_backward and not self._ending and self._callback() is None:
             self._abandon()
 
     def finish(self) -> None:
@@ -396,11 +386,13 @@ class Runtime:
             self.reductions.reduce_left_over()
 
     def _abandon(self) -> None:
-        self._current = None
+        """Leave every unit sharded and without gradients; the ranks settle at the next forward."""
+        if self._in_backward:
+            self.reductions.abandon()
         self._in_backward = False
-        self.reductions.abandon()
+        self._current = None
+        self._touched = []
         self._depth = 0
-        self._lingering.clear()
         self._backward.abandon()
         self._forward.abandon()
         for unit in self.units:

@@ -35,10 +35,6 @@ class Order:
         """The next `count` units that the prediction expects."""
         return self.last[self._cursor : self._cursor + count]
 
-    def was_visited(self, unit: int) -> bool:
-        """Whether this pass has come to a unit already."""
-        return unit in self._now
-
     def is_final(self, unit: int) -> bool:
         """Whether the prediction ends with this unit and the pass has come to its end."""
         return self._cursor == len(self.last) > 0 and self.last[-1] == unit

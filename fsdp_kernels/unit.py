@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 
 class State(StrEnum):
-    """Where a unit's parameters are."""
+    """Where a unit's parameters are.
+
+    REDUCING is what a sharded unit shows while its gradients are being reduced. It excludes
+    nothing: a backward may ask for the weights again meanwhile.
+    """
 
     SHARDED = "SHARDED"
     GATHERING = "GATHERING"
@@ -24,12 +28,9 @@ class State(StrEnum):
 
 
 _LEGAL: dict[State, frozenset[State]] = {
-    # A unit whose backward reads no weights (an embedding) is reduced without having been gathered
-    # again.
-    State.SHARDED: frozenset({State.GATHERING, State.REDUCING}),
+    State.SHARDED: frozenset({State.GATHERING}),
     State.GATHERING: frozenset({State.FULL, State.SHARDED}),
-    State.FULL: frozenset({State.SHARDED, State.REDUCING}),
-    State.REDUCING: frozenset({State.SHARDED}),
+    State.FULL: frozenset({State.SHARDED}),
 }
 
 
@@ -47,8 +48,10 @@ class Unit:
         active: How many forwards of the module are running.
         packed: Saved tensors of the running forward that are views of the full parameters.
         arrived: Gradients that came in the present backward.
-        late: Whether a gradient came after the unit had been released in the present backward.
-        released: Whether the unit has been released in the present backward.
+        last_arrival: Gather clock when the last of them came.
+        issued: Whether the present backward has issued the reduction.
+        late: Whether a gradient came after that.
+        deadline: Gather clock at which all ranks issue the reduction; -1 before they have agreed.
         has_pending: Whether a backward under `no_sync` left gradients that are still to be reduced;
             the same on every rank, whichever parameters each of them used.
     """
@@ -66,7 +69,10 @@ class Unit:
         self.packed = 0
         self.arrived = 0
         self.late = False
-        self.released = False
+        self.issued = False
+        self.last_arrival = 0
+        self.deadline = -1
+        self._reducing = False
         self.has_pending = False
         self._hidden = False
         self._state = State.SHARDED
@@ -83,6 +89,8 @@ class Unit:
     def state(self) -> State:
         """One of the state machine's names; a backward that failed is recovered from first."""
         self.runtime.recover()
+        if self._reducing and self._state is State.SHARDED:
+            return State.REDUCING
         return self._state
 
     def is_full(self) -> bool:
@@ -97,13 +105,9 @@ class Unit:
         """Whether a gather may start."""
         return self._state is State.SHARDED
 
-    def is_gathering(self) -> bool:
-        """Whether a gather is under way."""
-        return self._state is State.GATHERING
-
-    def is_reducing(self) -> bool:
-        """Whether a reduction is under way."""
-        return self._state is State.REDUCING
+    def contains(self, other: Unit) -> bool:
+        """Whether another unit's module is this one's or lies inside it."""
+        return not self.name or other.name == self.name or other.name.startswith(f"{self.name}.")
 
     def _move(self, to: State) -> None:
         if to not in _LEGAL[self._state]:
@@ -202,9 +206,9 @@ class Unit:
         """
         return self.sync and self.active == 0
 
-    def has_frozen(self) -> bool:
-        """Whether some parameters require no gradient: their last reader cannot be seen."""
-        return any(b.grads.count_trainable() < len(b.leaves) for b in self.buckets)
+    def is_complete(self) -> bool:
+        """Whether all gradients have come that can."""
+        return self.arrived >= self.trainable()
 
     def reduced_buckets(self) -> list[Bucket]:
         """The buckets whose gradients are reduced: the same on every rank."""
@@ -217,39 +221,37 @@ class Unit:
                 bucket.grads.pack()
 
     def reduce(self) -> None:
-        """Free the full parameters, then issue the reductions."""
-        if self._state is State.FULL:
-            self._move(State.REDUCING)
-            self._free_buckets()
-        else:
-            self._move(State.REDUCING)
+        """Issue the reductions of everything pending, zeros where no gradient came."""
+        self._reducing = True
         self.has_pending = False
         for bucket in self.reduced_buckets():
             bucket.grads.reduce()
 
-    def reduce_is_done(self) -> bool:
-        """Whether waiting for the reductions would not block."""
-        return all(bucket.grads.reduce_is_done() for bucket in self.buckets)
-
     def finish_reduce(self) -> None:
         """Wait for the reductions; the shards' gradients are then accumulated."""
-        self._move(State.SHARDED)
+        self._reducing = False
         for bucket in self.buckets:
             bucket.grads.finish()
 
+    def discard_reduce(self) -> None:
+        """Wait for the reductions of a backward that failed; drop their results."""
+        self._reducing = False
+        for bucket in self.buckets:
+            bucket.grads.discard()
+
     def begin_count(self) -> None:
         """Forget what arrived in the last backward."""
-        self.arrived = 0
-        self.late = self.released = False
+        self.arrived = self.last_arrival = 0
+        self.late = self.issued = False
         for bucket in self.buckets:
             bucket.grads.arrived = [False] * len(bucket.leaves)
 
     def abandon(self) -> None:
-        """After a failure: sharded, nothing pending, nothing under way."""
+        """After a failed backward: sharded, without gradients. What was issued is under way."""
         self.active = self.packed = 0
         self.has_pending = False
         for bucket in self.buckets:
-            bucket.grads.abandon()
+            bucket.grads.drop()
         self.begin_count()
         self._state = State.SHARDED
         self._free_buckets()

@@ -293,7 +293,6 @@ def check_two_orders(comm: Comm, device: str) -> None:
     tickets = [f() for f in ((reduce, gather) if comm.rank == 0 else (gather, reduce))]
     for ticket in tickets:
         ticket.wait()
-        assert ticket.done()
     assert shard.tolist() == [comm.world * (comm.world + 1) / 2] * numel
     assert full.view(comm.world, numel)[:, 0].tolist() == list(range(comm.world))
 

@@ -44,9 +44,6 @@ class FakeTicket(Ticket):
         self.waits = 0
         self.error = error
 
-    def _is_done(self) -> bool:
-        return False
-
     def _finish(self) -> None:
         self.waits += 1
         if self.error:
@@ -55,11 +52,9 @@ class FakeTicket(Ticket):
 
 def test_a_ticket_waits_once() -> None:
     ticket = FakeTicket("fk.gather[a/0]")
-    assert not ticket.done()
     ticket.wait()
     ticket.wait()
     assert ticket.waits == 1
-    assert ticket.done()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del ticket

@@ -37,14 +37,6 @@ class Ticket(ABC):
             self._pending = False  # before the wait: a failed one must not also warn
             self._finish()
 
-    def done(self) -> bool:
-        """Whether waiting would not block; true after `wait()`. Never blocks, never raises."""
-        return not self._pending or self._is_done()
-
-    @abstractmethod
-    def _is_done(self) -> bool:
-        """Whether the collective has ended, well or not."""
-
     @abstractmethod
     def _finish(self) -> None:
         """Wait once and drop every tensor reference, also on failure."""

@@ -183,9 +183,6 @@ class _DoneTicket(Ticket):
 
     __slots__ = ()
 
-    def _is_done(self) -> bool:
-        return True
-
     def _finish(self) -> None:
         pass
 
@@ -208,9 +205,6 @@ class _WorkTicket(Ticket):
         self._comm = comm
         self._work = work
         self._tensors = tensors
-
-    def _is_done(self) -> bool:
-        return bool(self._work.is_completed())
 
     def _finish(self) -> None:
         work, self._work = self._work, None
