@@ -156,8 +156,8 @@ class NoDevice:
         return 0
 
 
-def compile_ptx(variant: Variant, arch: int) -> str:
-    """Launch on nothing, with pointers that are 16-byte aligned; return the PTX."""
+def compile_ptx(variant: Variant, arch: int) -> tuple[str, dict[str, str]]:
+    """Launch on nothing, with 16-byte aligned pointers; return the PTX and the argument types."""
     driver.set_active(NoDevice(arch))
     compiled = variant.kernel.warmup(
         **{
@@ -167,7 +167,7 @@ def compile_ptx(variant: Variant, arch: int) -> str:
         **common.LAUNCH_OPTIONS,
         grid=(1,),
     )
-    return str(compiled.asm["ptx"])
+    return str(compiled.asm["ptx"]), compiled.src.signature
 
 
 def resources(ptx: str, arch: int) -> str:
@@ -186,7 +186,7 @@ def resources(ptx: str, arch: int) -> str:
 
 def describe(variant: Variant, arch: int) -> dict[str, object]:
     """Compile one variant for one architecture and count what it does to memory."""
-    ptx = compile_ptx(variant, arch)
+    ptx, types = compile_ptx(variant, arch)
     accesses = Counter(re.findall(r"\b((?:ld|st)\.(?:global|local)[.\w]*)", ptx))
     report = resources(ptx, arch)
     registers = re.search(r"Used (\d+) registers", report)
@@ -195,6 +195,7 @@ def describe(variant: Variant, arch: int) -> dict[str, object]:
     return {
         "variant": variant.name,
         "arch": arch,
+        "types": types,
         "accesses": accesses,
         "expected_loads": variant.vector_accesses(variant.loads),
         "expected_stores": variant.vector_accesses(variant.stores),

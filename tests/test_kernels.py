@@ -12,15 +12,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kernel_cases
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import Float64Contract, Implementation, KernelContract, Mode, Problem
+from kernel_cases import (
+    BF16,
+    FP32,
+    TABLES,
+    Float64Contract,
+    Implementation,
+    KernelContract,
+    Mode,
+    Problem,
+)
 
 import triton_ops
 from fsdp_kernels import ops
+from triton_ops import _common as common
 from triton_ops import reference
 from triton_ops._common import FragmentTable, interpreted
 
@@ -49,6 +58,15 @@ class TestOps(KernelContract, Float64Contract):
 class TestInterpreter(KernelContract):
     kernels = TRITON
 
+    def test_several_programs_a_range(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # As on a device. The interpreter's own block takes any range of these tests whole.
+        monkeypatch.setattr(common, "INTERPRETER_BLOCK_NUMEL", 256)
+        for name in ("primes", "blocks", "unaligned"):
+            self.check_steps(TABLES[name], FP32, BF16, Mode())
+            self.test_norm(BF16, name)
+        for accumulate in (False, True):
+            self.check_pack([torch.randn(1000), None, torch.randn(259)], BF16, accumulate)
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
@@ -59,7 +77,7 @@ class TestDevice(KernelContract):
     kernels = Implementation(pack.pack, norm.norm, adam.adam_coefs, adam.adam, device="cuda")
 
     def test_nothing_waits_for_the_device(self) -> None:
-        problem = Problem.make(kernel_cases.TABLES["blocks"], "cuda")
+        problem = Problem.make(TABLES["blocks"], "cuda")
         skip = torch.zeros(1, device="cuda")
         gradients = [torch.randn(33, 9, device="cuda"), None, torch.randn(5, device="cuda")]
         out = torch.empty(1024, device="cuda")

@@ -70,6 +70,7 @@ def test_ptx(compiled: dict[tuple[str, int], dict[str, Any]], variant: str, arch
         # Bitwise equality with the reference rests on these.
         assert row["contracted"] == 0, row
         assert row["approximate"] == 0, row
+        assert row["types"]["scale"] == "fp64", row
 
 
 def test_every_variant_is_looked_at(compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
