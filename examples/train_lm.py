@@ -148,7 +148,8 @@ def introduce(training: Training) -> dict[str, dict[str, int]]:
     """Say what will be trained, how, and how much memory a rank needs for it."""
     options, model = training.options, training.model
     ddp = report.ddp_bytes(model, options.torch_dtype)
-    plan = {"this run": ddp if options.baseline else report.planned_bytes(model), "DDP": ddp}
+    own = ddp if options.baseline else report.planned_bytes(model, options.accumulate)
+    plan = {"this run": own, "DDP": ddp}
     if training.rank == 0:
         numel = sum(p.numel() for p in model.parameters())
         how = options.baseline or f"sharded over {report.comm_name(model)}"
@@ -178,6 +179,7 @@ def conclude(training: Training, plan: dict[str, dict[str, int]], result: dict[s
         "loss_last": history.losses[-1],
         "val_bits_per_byte": history.held_out[-1][1],
         **result,
+        "rank_bytes_planned": plan["this run"],
         "world_size": training.world,
         "comm": options.baseline or report.comm_name(training.model),
         "checkpoint": str(training.checkpoint_path),

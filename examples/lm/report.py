@@ -44,7 +44,7 @@ def comm_name(model: nn.Module) -> str:
     return str(buckets_of(model)[0].comm.name)
 
 
-def planned_bytes(model: nn.Module) -> dict[str, int]:
+def planned_bytes(model: nn.Module, accumulate: int) -> dict[str, int]:
     """Compute what a rank of a sharded model will hold, padding included, from its layout."""
     sizes = dict.fromkeys(KINDS, 0)
     full: list[tuple[int, int]] = []
@@ -59,7 +59,8 @@ def planned_bytes(model: nn.Module) -> dict[str, int]:
     # The root stays full while its blocks come and go: one computes, the next is prefetched.
     largest = max((params for params, _ in full[1:]), default=0)
     sizes["full_params"] = full[0][0] + min(2, len(full) - 1) * largest
-    sizes["full_grads"] = max(grads for _, grads in full)
+    # Under `no_sync` every bucket keeps its full gradients; otherwise each is reduced at once.
+    sizes["full_grads"] = (sum if accumulate > 1 else max)(grads for _, grads in full)
     return sizes
 
 
