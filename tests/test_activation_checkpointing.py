@@ -17,11 +17,14 @@ from models import (
     assert_grads,
     build,
     check,
+    check_all,
     mean_loss,
     mse,
     states,
     turns,
+    varied,
 )
+from test_backward_guarantee import Sided, lopsided
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -112,3 +115,20 @@ def whole_model_checkpointed(rank: int, world: int) -> None:
 
 def test_checkpoint_around_the_root() -> None:
     run_ranks(whole_model_checkpointed, 2)
+
+
+class Revisited(Net):
+    """Visits blocks twice, each visit with a backward of its own: gradients come in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for index in (0, 1, 0, 2, 1):
+            x = checkpoint(self.blocks[index], x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_gradients_that_come_after_the_reduction(prefetch: int) -> None:
+    shard = partial(fully_shard, units=Sided, prefetch=prefetch)
+    base = Scenario(partial(Revisited, block=Sided), lopsided, steps=5, shard=shard)
+    run_ranks(check_all, 3, base, varied(base, play=mse, steps=3))
