@@ -79,9 +79,9 @@ class Plan:
     device: torch.device
     one: Tensor
 
-    @cached_property
+    @property
     def runtimes(self) -> list[Runtime]:
-        """The distinct runtimes of the buckets."""
+        """The buckets' runtimes, each once; sharding an ancestor later changes them."""
         return list({id(b.bucket.runtime): b.bucket.runtime for b in self.buckets}.values())
 
     @cached_property

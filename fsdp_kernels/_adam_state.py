@@ -39,8 +39,8 @@ class FlatState:
         exp_avg, exp_avg_sq, max_exp_avg_sq: Moments in the master's dtype; the last for amsgrad.
         kind: Where the master is.
         master: The optimizer's own fp32 master, or None.
-        edits_seen: The bucket's edit version that master and compute copy are known to follow; -1
-            when they are not known to.
+        seen: The bucket's version (edits, and steps of any optimizer) that
+            master and compute copy are known to follow; None when they are not known to.
     """
 
     bucket: Bucket
@@ -49,7 +49,7 @@ class FlatState:
     max_exp_avg_sq: Tensor | None
     kind: Master
     master: Tensor | None = None
-    edits_seen: int = -1
+    seen: tuple[int, int] | None = None
     _shards: dict[bool, AdamShard] = field(default_factory=dict)
 
     @classmethod
@@ -122,12 +122,12 @@ class FlatState:
                 adam(shard, launch)
                 object.__setattr__(shard, "grads", self.exp_avg)
         self._publish(bucket, params)
-        self.edits_seen = bucket.edit_version
         bucket.stepped()
+        self.seen = bucket.version
 
     def _follow_edits(self, bucket: Bucket) -> None:
         """Take over what the user wrote into the parameters since the last step."""
-        if self.edits_seen == bucket.edit_version:
+        if self.seen == bucket.version:
             return
         own = bucket.shard_master
         if self.master is not None:

@@ -349,4 +349,4 @@ class ShardedAdamBase(torch.optim.Optimizer):
             elif name == "master":
                 flat[part].copy_(p.to_local())
         # The parameters may be loaded later, or not at all: look at them again at the next step.
-        state.edits_seen = -1
+        state.seen = None

@@ -78,8 +78,20 @@ def _choose(where: str, root: nn.Module, spec: UnitSpec) -> set[nn.Module]:
             "number of parameters, "
             f"got {spec!r}."
         )
+    # Attention reads its children's weights without calling them: they cannot be units.
+    inside_attention = {
+        child
+        for module in root.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for child in module.children()
+    }
     chosen = {
-        m for m in root.modules() if m is not root and "_fk_unit" not in m.__dict__ and matches(m)
+        m
+        for m in root.modules()
+        if m is not root
+        and "_fk_unit" not in m.__dict__
+        and m not in inside_attention
+        and matches(m)
     }
     for module in chosen:
         if type(module).forward is nn.Module.forward:
@@ -104,8 +116,6 @@ def _by_numel(where: str, root: nn.Module, least: int) -> set[nn.Module]:
         """Parameters of a subtree that no chosen unit has taken."""
         if "_fk_unit" in module.__dict__:
             return 0
-        # Attention reads its children's weights without calling them, so they cannot be units of
-        # their own.
         calls_children = not isinstance(module, nn.MultiheadAttention)
         below = [left(child) if calls_children else _numel(child) for child in module.children()]
         own = sum(p.numel() for p in module.parameters(recurse=False)) + sum(below)
@@ -242,6 +252,12 @@ def _check(where: str, entry: Entry) -> None:
         problem = "no gradient yet, got one. Call zero_grad() first"
     if problem is not None:
         raise ValueError(f"{where}: parameter '{entry.name}': expected {problem}.")
+    for module, _ in entry.sites:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{where}: parameter '{entry.name}': expected dense gradients, got sparse=True. "
+                "Build the embedding with sparse=False."
+            )
     _check_swappable(where, entry)
 
 

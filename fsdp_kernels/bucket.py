@@ -12,6 +12,7 @@ autograd compares, and cannot be mistaken for a weight.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -164,6 +165,12 @@ class Bucket:
             self.names[index], self.shapes[index], self.layout, index, self.resources.comm
         )
 
+    def move_to(self, resources: Resources) -> None:
+        """Share another root's pools and communicator; the bucket is sharded and idle."""
+        self.resources = resources
+        for param in self.params:
+            param.geometry.comm = resources.comm
+
     # -- versions: who wrote the parameters last --------------------------------------------------
 
     @property
@@ -251,8 +258,8 @@ class Bucket:
             for leaf, view in zip(self.leaves, self._freed_views, strict=True):
                 leaf.data = view
         emit("free", self.unit.name, self.index)
-        self.resources.params.give_back(self._slot)
-        self._slot = self.full_params = None
+        slot, self._slot, self.full_params = self._slot, None, None
+        self.resources.params.give_back(slot)
         self._check_leaves()
 
     def is_current(self) -> bool:
@@ -303,8 +310,17 @@ class Bucket:
     def on_arrival(self, note: Callable[[Bucket, int], None]) -> None:
         """Call `note(bucket, index)` each time autograd has left a gradient in a leaf."""
 
+        # NOTE: torch holds these hooks where the garbage collector cannot see them. A strong
+        # reference to the bucket, which reaches everything, would keep the model for ever.
+        reference = weakref.ref(self)
+
         def hook(index: int) -> Callable[[Tensor], None]:
-            return lambda _: note(self, index)
+            def arrived(_: Tensor) -> None:
+                bucket = reference()
+                if bucket is not None:
+                    note(bucket, index)
+
+            return arrived
 
         for index, leaf in enumerate(self.leaves):
             if not leaf.is_floating_point():

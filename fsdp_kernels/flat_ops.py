@@ -238,11 +238,24 @@ def _global_norms(locals_: Sequence[Tensor], order: float, comm: Comm) -> Tensor
     return stacked if math.isinf(order) or order == 0 else stacked ** (1.0 / order)
 
 
+def _sharded_alike(tensors: Sequence[Tensor], func: Any) -> tuple[list[FlatShard], Comm]:
+    """Check that all tensors of a list are sharded over one communicator, and return it."""
+    shards = [tensor for tensor in tensors if isinstance(tensor, FlatShard)]
+    comms = {id(shard.geometry.comm): shard.geometry.comm for shard in shards}
+    if len(shards) < len(tensors) or len(comms) != 1:
+        raise ValueError(
+            f"{func}: expected parameters sharded by one root, got {len(shards)} sharded ones of "
+            f"{len(tensors)}, over {len(comms)} roots. Shard the whole model, or handle each part "
+            "by itself."
+        )
+    return shards, next(iter(comms.values()))
+
+
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shards: list[FlatShard] = list(args[0])
+    shards, comm = _sharded_alike(args[0], func)
     order = float(args[1]) if len(args) > 1 else float(kwargs.get("ord", 2))
     dtype = kwargs.get("dtype") or (args[2] if len(args) > 2 else None) or shards[0].dtype
-    norms = _global_norms([s._local for s in shards], order, shards[0].geometry.comm)
+    norms = _global_norms([s._local for s in shards], order, comm)
     return list(norms.to(dtype).unbind())
 
 
@@ -260,10 +273,10 @@ def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """GradScaler: one rank's overflow must be every rank's, or they would take different steps."""
-    shards, found_inf, inv_scale = args
+    listed, found_inf, inv_scale = args
+    shards, comm = _sharded_alike(listed, func)
     func([shard._local for shard in shards], found_inf, inv_scale)
     _changed(shards)
-    comm = shards[0].geometry.comm
     comm.all_reduce(found_inf, "max", label=label("found_inf", "")).wait()
     return None
 

@@ -42,7 +42,7 @@ HINT = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Geometry:
     """Where a sharded tensor lies: its global shape, and every rank's fragment of it.
 
@@ -51,7 +51,7 @@ class Geometry:
         shape: Global shape.
         layout: The bucket's layout.
         index: The parameter's index in the bucket.
-        comm: The ranks that hold the fragments.
+        comm: The ranks that hold the fragments; the root's communicator.
     """
 
     name: str

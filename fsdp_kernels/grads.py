@@ -35,6 +35,8 @@ class BucketGrads:
             applied.
         arrived: Per parameter, whether its gradient came in the present backward.
         pending: Per parameter, whether it has a gradient that was not reduced yet.
+        left_over: Whether a backward under `no_sync` left gradients that are still to be reduced;
+            the same on every rank, whichever parameters each of them used.
         trainable: Number of leaves that require a gradient; -1 means to be counted again.
         agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the
             last `drop`.
@@ -49,6 +51,7 @@ class BucketGrads:
         self.scale = 1.0
         self.arrived = [False] * n
         self.pending = [False] * n
+        self.left_over = False
         self.trainable = -1
         self.agreed: Tensor = torch.zeros(n, dtype=torch.bool, device=bucket.device)
         self._cleared: set[int] = set()
@@ -76,6 +79,7 @@ class BucketGrads:
         bucket = self.bucket
         leaves = bucket.leaves
         grads = [leaf.grad for leaf in leaves]
+        self._check_dense(grads)
         accumulate = self.full_grads is not None
         if self.full_grads is None:
             numel, dtype = bucket.layout.full_numel, bucket.dtypes.reduce
@@ -89,9 +93,18 @@ class BucketGrads:
                 leaves[i].grad = None
                 self.pending[i] = True
 
+    def _check_dense(self, grads: list[Tensor | None]) -> None:
+        for name, grad in zip(self.bucket.names, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise ValueError(
+                    f"parameter '{name}': expected a dense gradient, got layout {grad.layout}. "
+                    "Build the module with sparse=False."
+                )
+
     def reduce(self) -> None:
         """Issue the reduction of everything pending, zeros where no gradient came."""
         bucket = self.bucket
+        self.left_over = False
         if self.full_grads is None or self.has_unpacked():
             self.pack()
         assert self.full_grads is not None
@@ -105,6 +118,10 @@ class BucketGrads:
         emit("reduce", bucket.unit.name, bucket.index)
         name = label("reduce", bucket.unit.name, bucket.index)
         self._ticket = bucket.comm.reduce_scatter(self._target, self.full_grads, label=name)
+
+    def leave_over(self) -> None:
+        """Note that a backward ended that did not reduce this bucket."""
+        self.left_over = self.left_over or self.count_trainable() > 0
 
     def finish(self) -> None:
         """Wait for the reduction and add it to what is there already."""
@@ -130,6 +147,12 @@ class BucketGrads:
         self.present = True
         self._cleared.clear()
 
+    def abandon(self) -> None:
+        """Forget every gradient after a failed backward; what is under way writes elsewhere."""
+        self.drop()
+        if self._ticket is not None:
+            self.shard_grads = self._views = None
+
     def discard(self) -> None:
         """Wait for a reduction whose result nobody wants."""
         ticket, self._ticket, self._target = self._ticket, None, None
@@ -137,7 +160,7 @@ class BucketGrads:
             if ticket is not None:
                 ticket.wait()
         finally:
-            self._drop_unreduced()
+            self._release_full()
 
     def _storage(self) -> Tensor:
         if self.shard_grads is None:
@@ -158,6 +181,7 @@ class BucketGrads:
         for leaf in self.bucket.leaves:
             leaf.grad = None
         self.pending = [False] * len(self.pending)
+        self.left_over = False
         if self._ticket is None:
             self._release_full()
 
@@ -222,6 +246,7 @@ class BucketGrads:
                 "FlatShard of the same "
                 f"parameter, got {got} of shape {tuple(getattr(value, 'shape', ()))}. {HINT}"
             )
+        self._clear_pending(index)
         storage = self._storage()
         if not self.present:
             storage.zero_()
@@ -238,12 +263,15 @@ class BucketGrads:
         self.agreed[index] = True
         self._host_used = None
 
-    def _clear(self, index: int) -> None:
+    def _clear_pending(self, index: int) -> None:
         self.bucket.leaves[index].grad = None
         if self.pending[index] and self.full_grads is not None and self._ticket is None:
             segment = self.bucket.layout.segments[index]
             self.full_grads[segment.start : segment.stop].zero_()
         self.pending[index] = False
+
+    def _clear(self, index: int) -> None:
+        self._clear_pending(index)
         if self.present:
             self._cleared.add(index)
         if not any(self.pending) and (not self.present or len(self._cleared) == len(self.pending)):
@@ -261,6 +289,7 @@ class BucketGrads:
 
     def drop(self) -> None:
         """Forget every gradient, reduced or pending; memory shown to someone is never reused."""
+        self.left_over = False
         if not self.present and self.full_grads is None and not self.has_unpacked():
             return
         self._drop_unreduced()
@@ -274,6 +303,10 @@ class BucketGrads:
 
     def zero(self) -> None:
         """What `zero_grad(set_to_none=False)` does: gradients stay and become zero."""
-        self._drop_unreduced()
+        for leaf in self.bucket.leaves:
+            if leaf.grad is not None:
+                leaf.grad.zero_()
+        if self.full_grads is not None and self._ticket is None:
+            self.full_grads.zero_()
         if self.present and self.shard_grads is not None:
             self.shard_grads.zero_()

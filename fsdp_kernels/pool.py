@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from bisect import bisect_left, insort_left
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor
 
 from fsdp_kernels.streams import Event, Streams
 
+_use_count = torch._C._storage_Use_Count
 _nbytes = attrgetter("nbytes")
 _POISON = os.environ.get("FSDP_KERNELS_DEBUG") == "1"
 
@@ -26,17 +30,21 @@ class Slot:
         pointer: Its address.
         owner: Label of the bucket that holds it, or None while it is free.
         freed: Event after which the next owner may write.
+        own_holders: `holders()` when the present owner took it.
         views: The owners' typed views, kept as long as the slot lives, since making them costs host
             time.
     """
 
-    __slots__ = ("buffer", "freed", "nbytes", "owner", "pointer", "views")
+    __slots__ = ("_count", "buffer", "freed", "nbytes", "own_holders", "owner", "pointer", "views")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.nbytes = nbytes
-        self.pointer = self.buffer.untyped_storage().data_ptr()
+        storage = self.buffer.untyped_storage()
+        self.pointer = storage.data_ptr()
+        self._count = partial(_use_count, storage._cdata)
         self.owner: str | None = None
+        self.own_holders = 0
         self.freed: Event | None = None
         self.views: dict[Any, Any] = {}
 
@@ -48,6 +56,11 @@ class Slot:
             view = self.views[key] = self.buffer[: numel * dtype.itemsize].view(dtype)
         assert isinstance(view, Tensor)
         return view
+
+    def holders(self) -> int:
+        """How many tensors hold the memory, without the views that are kept here."""
+        kept = sum(len(v) if isinstance(v, list) else 1 for v in self.views.values())
+        return int(self._count()) - kept
 
     def claim(self, owner: str) -> None:
         """Make `owner` the one owner."""
@@ -65,7 +78,14 @@ class Pool:
 
     A free slot that fits best is reused. If none fits, the largest free one is dropped for a new
     one, so the pool never holds more slots than were in use together.
+
+    NOTE: a slot that somebody still holds a view of when it is given back must not be reused: its
+    next owner would overwrite what that view shows. It waits apart. A backend's own thread may hold
+    a finished collective's tensors for a moment; a module that keeps a view, or saved-tensor hooks
+    inside a unit, hold them for long, and then the pool lets the slot go.
     """
+
+    _PATIENCE = 64
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
@@ -74,6 +94,8 @@ class Pool:
         self._used: list[Slot] = []
         self.allocated_bytes = 0
         self.peak_bytes = 0
+        self._held: list[tuple[Slot, str]] = []
+        self._warned = False
 
     @property
     def used_bytes(self) -> int:
@@ -82,7 +104,9 @@ class Pool:
 
     def take(self, owner: str, nbytes: int) -> Slot:
         """Take a slot of at least `nbytes` bytes for `owner`."""
-        at = bisect_left(self._free, nbytes, key=_nbytes)
+        if self._held:
+            self._wait_for_holders(nbytes)
+        at = self._fitting(nbytes)
         if at < len(self._free):
             slot = self._free.pop(at)
         else:
@@ -92,6 +116,7 @@ class Pool:
             self.allocated_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         slot.claim(owner)
+        slot.own_holders = slot.holders()
         self._used.append(slot)
         return slot
 
@@ -101,15 +126,45 @@ class Pool:
             raise RuntimeError(
                 "pool slot: expected a slot with an owner, got a free one. It was given back twice."
             )
+        owner, slot.owner = slot.owner, None
+        self._used.remove(slot)
+        slot.freed = self._streams.record("compute")
+        if slot.holders() > slot.own_holders:
+            self._held.append((slot, owner))
+        else:
+            self._add_free(slot)
+
+    def _fitting(self, nbytes: int) -> int:
+        return bisect_left(self._free, nbytes, key=_nbytes)
+
+    def _add_free(self, slot: Slot) -> None:
         if _POISON:
             slot.buffer.fill_(0xFF)  # NaN in every float format
-        slot.owner = None
-        slot.freed = self._streams.record("compute")
-        self._used.remove(slot)
         # First of its size: what was used last, and may still be in a cache, is taken first.
         insort_left(self._free, slot, key=_nbytes)
 
-    def trim(self) -> None:
-        """Drop every free slot."""
-        self.allocated_bytes = self.used_bytes
-        self._free.clear()
+    def _wait_for_holders(self, nbytes: int) -> None:
+        """Take back what nobody holds any more; yield to other threads before memory is made."""
+        for attempt in range(self._PATIENCE):
+            for held in [h for h in self._held if h[0].holders() <= h[0].own_holders]:
+                self._held.remove(held)
+                self._add_free(held[0])
+            if not self._held or self._fitting(nbytes) < len(self._free):
+                return
+            time.sleep(0 if attempt < self._PATIENCE // 2 else 1e-4)
+        for slot, owner in self._held:
+            self._let_go(slot, owner)
+        self._held.clear()
+
+    def _let_go(self, slot: Slot, owner: str) -> None:
+        """Leave a slot to whoever holds a view of it."""
+        self.allocated_bytes -= slot.nbytes
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"bucket '{owner}': expected nobody to hold its full parameters when they are "
+                "freed, got a view that is still alive (kept by a module, or saved by tensor hooks "
+                "inside the unit). It stays valid, but its memory is not reused. Keep a copy "
+                "instead.",
+                stacklevel=4,
+            )

@@ -51,7 +51,6 @@ class Reductions:
         self._issued: list[Unit] = []
         self._running: Unit | None = None
         self._failed = False
-        self._left_over = False
         self._backwards = 0
         self._gathers = 0  # hash of the gathers since the ranks last agreed
         self.clock = 0
@@ -102,6 +101,10 @@ class Reductions:
                 unit.pack()  # waits for a backward that reduces
             queue = self._queue
             while queue and queue[0].deadline <= self.clock and queue[0].is_complete():
+                if self._running is not None and self._running.deadline >= self.clock:
+                    # Issued early here, by others maybe only before the next gather: to wait for
+                    # them now would hang if this backward fails in between.
+                    break
                 self._issue(queue.popleft())
 
     def end_backward(self) -> None:
@@ -112,15 +115,15 @@ class Reductions:
         self._queue.clear()
         self._finish_running()
         for unit in self._units:
-            if unit.late or not unit.reduces_now():
+            if not unit.reduces_now():
+                unit.leave_over()
+            elif unit.late:
                 unit.pack()
-                unit.has_pending = not unit.reduces_now() and unit.trainable() > 0
         reducing = [unit for unit in self._units if unit.reduces_now()]
         if reducing:
             for unit in self._agree(reducing):
                 unit.reduce()
                 unit.finish_reduce()
-        self._left_over = any(unit.has_pending for unit in self._units)
 
     def reduce_left_over(self) -> None:
         """Reduce what backwards under `no_sync` left (collective, if there is anything).
@@ -128,14 +131,12 @@ class Reductions:
         Gradients that one rank alone has accumulated are never shown, stepped with or lost.
         """
         self.settle()
-        if not self._left_over:
-            return
-        self._left_over = False
-        left = [unit for unit in self._units if unit.has_pending]
+        left = [unit for unit in self._units if unit.has_left_over()]
         for unit in left:
             unit.reduce()
             unit.finish_reduce()
-        self._agree(left)
+        if left:
+            self._agree(left)
 
     def _to_reduce(self) -> list[Unit]:
         """The units that this backward reduces, in an order that all ranks share."""
@@ -159,7 +160,6 @@ class Reductions:
         """Note that a backward failed. Its reductions stay issued: `settle` will match them."""
         self._failed = True
         self._running = None
-        self._left_over = False
 
     def settle(self) -> None:
         """Match the reductions of a failed backward (collective, after one that failed).
@@ -222,7 +222,9 @@ class Reductions:
         self._check_same(checks)
         self._gathers = 0
         for unit in reduced:
-            unit.deadline = int(arrivals[unit.position])
+            # Without any arrival (a gradient penalty's first half) what was known stays.
+            if arrivals[unit.position] >= 0:
+                unit.deadline = int(arrivals[unit.position])
         return [unit for unit in reduced if late[unit.position]]
 
     def _check_same(self, checks: Sequence[float]) -> None:

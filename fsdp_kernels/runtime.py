@@ -55,6 +55,7 @@ class Runtime:
         comm: The ranks.
         units: All units; the last one adopted first is the root.
         buckets: All buckets, in the units' order.
+        saved: Tensors that our saved-tensor hooks have seen.
         prefetch: How many units are gathered ahead.
         reductions: When gradients are reduced, and what the ranks agree on.
     """
@@ -67,6 +68,7 @@ class Runtime:
         )
         self.device = device
         self.prefetch = 1
+        self.saved = 0
         self.units: list[Unit] = []
         self.buckets: list[Bucket] = []
         self.root: Unit | None = None
@@ -90,7 +92,7 @@ class Runtime:
         self.root = root
         for unit in units:
             for bucket in unit.buckets:
-                bucket.resources = self.resources
+                bucket.move_to(self.resources)
                 if not unit.adopted:
                     bucket.on_arrival(self.note_arrival)
             unit.runtime = self
@@ -129,13 +131,14 @@ class Runtime:
         if not in_backward and self._depth == 0:
             self.recover()
             self.reductions.settle()
+            self._free_kept()
         if unit.active == 0 or not unit.is_full():
             self._open(unit, in_backward)
         grad = torch.is_grad_enabled()
-        unit.active += 1
-        self._depth += 1
         autocast = torch.is_autocast_enabled(self.device.type)
         restore = self._switch_autocast_cache_off() if autocast else False
+        unit.active += 1
+        self._depth += 1
         return Frame(grad, in_backward, grad and saved_tensors.push(self), restore)
 
     def _open(self, unit: Unit, in_backward: bool) -> None:
@@ -159,6 +162,7 @@ class Runtime:
                 self._abandon()
             raise
         unit.packed = 0
+        unit.saved_before = self.saved
 
     def leave(self, unit: Unit, frame: Frame, output: Any) -> None:
         """End a forward that succeeded."""
@@ -176,8 +180,11 @@ class Runtime:
 
     def _close(self, unit: Unit, frame: Frame, output: Any) -> None:
         keep = self._keeps(unit, frame.grad)
+        # No weight saved here: backward needs none (an embedding), or other hooks inside the unit
+        # (checkpointing, a user's own) have them. Then it must be full when it is come to.
+        reads = unit.packed or unit.has_children or self.saved == unit.saved_before
         for tensor in _tensors(output):
-            if tensor.grad_fn is not None and (unit.packed or unit.has_children):
+            if tensor.grad_fn is not None and reads:
                 tensor.register_hook(lambda _: self._touch(unit))  # type: ignore[no-untyped-call]
             if not keep and self.owner_of(tensor) in unit.buckets:
                 raise ValueError(
@@ -239,6 +246,30 @@ class Runtime:
             return False
         torch.set_autocast_cache_enabled(False)  # its copies would outlive the free
         return True
+
+    def _free_kept(self) -> None:
+        """Free what an earlier forward left full for a backward that did not come.
+
+        Whether it is still current depends on edits on this rank alone, and all ranks must gather.
+        """
+        for unit in self.units:
+            if unit.is_hidden() and unit.is_idle():
+                unit.free()
+
+    def come_to_rest(self) -> None:
+        """Free every unit before another runtime takes them.
+
+        Raises:
+            ValueError: Gradients wait for a reduction of this runtime.
+        """
+        self.finish_failed()
+        for unit in self.units:
+            if unit.has_left_over():
+                raise ValueError(
+                    f"unit '{unit.label}': expected no gradients left by no_sync when an ancestor "
+                    "is sharded, got some. Call zero_grad() or step() first."
+                )
+        self._free_all()
 
     def begin_editing(self) -> None:
         """Refuse forwards until `end_editing`: they would not see the edits."""
@@ -376,6 +407,11 @@ class Runtime:
         if self._in_backward and not self._ending and self._callback() is None:
             self._abandon()
 
+    def finish_failed(self) -> None:
+        """Clean up after a failed backward, the reductions that it had issued too (collective)."""
+        self.recover()
+        self.reductions.settle()
+
     def finish(self) -> None:
         """What the optimizer calls first, and whoever reads `p.grad`.
 
@@ -389,6 +425,13 @@ class Runtime:
         """Leave every unit sharded and without gradients; the ranks settle at the next forward."""
         if self._in_backward:
             self.reductions.abandon()
+            if any(bucket.grads.present for bucket in self.buckets):
+                warnings.warn(
+                    "fully_shard: expected no failed backward before step(), got one: the "
+                    "gradients that earlier backwards had accumulated were dropped with its own. "
+                    "Run the step's micro-batches again.",
+                    stacklevel=3,
+                )
         self._in_backward = False
         self._current = None
         self._touched = []
@@ -434,3 +477,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, dict):
         for item in output.values():
             yield from _tensors(item)
+    elif hasattr(output, "__dict__") and not isinstance(output, (type, torch.nn.Module)):
+        for item in vars(output).values():  # a dataclass, or a class of the user's
+            if isinstance(item, (Tensor, list, tuple, dict)):
+                yield from _tensors(item)

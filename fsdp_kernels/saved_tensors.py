@@ -112,6 +112,7 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         """Called by autograd for each tensor that an operation saves."""
+        self._runtime.saved += 1
         bucket = self._runtime.owner_of(tensor)
         if bucket is not None:
             bucket.unit.packed += 1

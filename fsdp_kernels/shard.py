@@ -25,6 +25,7 @@ from fsdp_kernels._wrap import (
     sync_buffers,
 )
 from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.full_params import open_full_params
 from fsdp_kernels.runtime import Frame, Runtime
 from fsdp_kernels.unit import Unit
@@ -108,6 +109,9 @@ class ShardedModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget (or zero) every gradient, and what is pending under `no_sync`, by buckets."""
+        for param in self.parameters():  # type: ignore[attr-defined]
+            if param.grad is not None and not isinstance(param, FlatShard):
+                param.grad = None if set_to_none else param.grad.zero_()
         for unit in self.units:
             unit.runtime.recover()
             for bucket in unit.buckets:
@@ -214,6 +218,14 @@ def fully_shard(
     _check_arguments(where, module, strategy, mp_policy, offload_policy, prefetch)
     plan = plan_units(where, module, units)
     chosen = pick_comm(where, comm, mesh, plan)
+    for inner in {unit.runtime for unit in find_units(module)}:
+        inner.come_to_rest()
+        if (inner.comm.rank, inner.comm.world) != (chosen.rank, chosen.world):
+            raise ValueError(
+                f"{where}: expected the modules sharded before to be on the same ranks, got rank "
+                f"{inner.comm.rank} of {inner.comm.world} beside {chosen.rank} of {chosen.world}. "
+                "Pass the same mesh or comm to every call."
+            )
     note_comm(chosen.name)
     runtime = Runtime(chosen, plan.device)
     runtime.prefetch = prefetch

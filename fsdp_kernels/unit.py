@@ -47,8 +47,9 @@ class Unit:
         sync: Whether a backward reduces the gradients (False under `no_sync`).
         active: How many forwards of the module are running.
         packed: Saved tensors of the running forward that are views of the full parameters.
+        saved_before: `Runtime.saved` when that forward began.
         arrived: Gradients that came in the present backward.
-        last_arrival: Gather clock when the last of them came.
+        last_arrival: Gather clock when the last of them came; -1 before any.
         issued: Whether the present backward has issued the reduction.
         late: Whether a gradient came after that.
         deadline: Gather clock at which all ranks issue the reduction; -1 before they have agreed.
@@ -67,13 +68,13 @@ class Unit:
         self.sync = True
         self.active = 0
         self.packed = 0
+        self.saved_before = 0
         self.arrived = 0
         self.late = False
         self.issued = False
-        self.last_arrival = 0
+        self.last_arrival = -1
         self.deadline = -1
         self._reducing = False
-        self.has_pending = False
         self._hidden = False
         self._state = State.SHARDED
         for index, bucket in enumerate(buckets):
@@ -100,6 +101,10 @@ class Unit:
     def is_idle(self) -> bool:
         """Whether the parameters are full (or about to be) and no forward is running."""
         return self.active == 0 and self._state in (State.FULL, State.GATHERING)
+
+    def is_hidden(self) -> bool:
+        """Whether the unit is full but its modules show the sharded parameters."""
+        return self._hidden
 
     def is_sharded(self) -> bool:
         """Whether a gather may start."""
@@ -212,7 +217,11 @@ class Unit:
 
     def reduced_buckets(self) -> list[Bucket]:
         """The buckets whose gradients are reduced: the same on every rank."""
-        return [b for b in self.buckets if b.grads.count_trainable() or any(b.grads.pending)]
+        return [b for b in self.buckets if b.grads.left_over or b.grads.count_trainable()]
+
+    def has_left_over(self) -> bool:
+        """Whether a backward under `no_sync` left gradients that are still to be reduced."""
+        return any(bucket.grads.left_over for bucket in self.buckets)
 
     def pack(self) -> None:
         """Move the gradients out of the leaves; they wait for a backward that reduces."""
@@ -220,10 +229,15 @@ class Unit:
             if bucket.grads.has_unpacked():
                 bucket.grads.pack()
 
+    def leave_over(self) -> None:
+        """End a backward that does not reduce: what came waits, packed, for one that does."""
+        self.pack()
+        for bucket in self.buckets:
+            bucket.grads.leave_over()
+
     def reduce(self) -> None:
         """Issue the reductions of everything pending, zeros where no gradient came."""
         self._reducing = True
-        self.has_pending = False
         for bucket in self.reduced_buckets():
             bucket.grads.reduce()
 
@@ -241,7 +255,8 @@ class Unit:
 
     def begin_count(self) -> None:
         """Forget what arrived in the last backward."""
-        self.arrived = self.last_arrival = 0
+        self.arrived = 0
+        self.last_arrival = -1
         self.late = self.issued = False
         for bucket in self.buckets:
             bucket.grads.arrived = [False] * len(bucket.leaves)
@@ -249,9 +264,9 @@ class Unit:
     def abandon(self) -> None:
         """After a failed backward: sharded, without gradients. What was issued is under way."""
         self.active = self.packed = 0
-        self.has_pending = False
+        self._reducing = False
         for bucket in self.buckets:
-            bucket.grads.drop()
+            bucket.grads.abandon()
         self.begin_count()
         self._state = State.SHARDED
         self._free_buckets()

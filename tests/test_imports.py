@@ -64,6 +64,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: (
         "fsdp_kernels._sharded_adam",
         "fsdp_kernels._wrap",
+        "fsdp_kernels.reductions",
         "fsdp_kernels.runtime",
     ),
     5: (
@@ -97,6 +98,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.grads",
         "fsdp_kernels.pool",
     ),
+    "fsdp_kernels.runtime": ("fsdp_kernels.reductions",),
     "fsdp_kernels.shard": ("fsdp_kernels.full_params",),
     "fsdp_kernels.cli": ("fsdp_kernels.plan",),
     # Backends share the protocol and its checks.
