@@ -75,8 +75,7 @@ def _choose(where: str, root: nn.Module, spec: UnitSpec) -> set[nn.Module]:
     else:
         raise TypeError(
             f"{where}: expected units to be None, a class, a tuple of classes, a predicate or a "
-            "number of parameters, "
-            f"got {spec!r}."
+            f"number of parameters, got {spec!r}."
         )
     # Attention reads its children's weights without calling them: they cannot be units.
     inside_attention = {
@@ -97,8 +96,7 @@ def _choose(where: str, root: nn.Module, spec: UnitSpec) -> set[nn.Module]:
         if type(module).forward is nn.Module.forward:
             raise ValueError(
                 f"{where}: expected units with a forward, got {type(module).__name__}, which is "
-                "never called. "
-                "Choose the modules inside it."
+                "never called. Choose the modules inside it."
             )
     if not chosen and isinstance(spec, (type, tuple)):
         raise ValueError(
@@ -216,10 +214,9 @@ def _check_shared_outside(where: str, entry: Entry, owner: nn.Module) -> None:
     if holder.module is not owner:
         raise ValueError(
             f"{where}: parameter '{entry.name}': expected a parameter that is used in one unit, "
-            "got one that unit "
-            f"'{holder.label}', sharded before, shares with modules outside it. Shard both with "
-            "one "
-            "fully_shard(..., units=...) call, which gives it to their closest common ancestor."
+            f"got one that unit '{holder.label}', sharded before, shares with modules outside it. "
+            "Shard both with one fully_shard(..., units=...) call, which gives it to their "
+            "closest common ancestor."
         )
 
 
@@ -243,8 +240,7 @@ def _check(where: str, entry: Entry) -> None:
     elif param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
         problem = (
             "no gradient hooks, got some: gradients never pass through the sharded parameter. "
-            "Remove them, and change "
-            "p.grad after backward instead"
+            "Remove them, and change p.grad after backward instead"
         )
     elif weakref.getweakrefs(param):
         problem = "no weak references to it, got some: they would go stale. Drop them first"
@@ -267,8 +263,8 @@ def _check_swappable(where: str, entry: Entry) -> None:
     if uses > 2:
         raise ValueError(
             f"{where}: parameter '{entry.name}': expected no live views of it or graphs that use "
-            f"it, got {uses - 1}. "
-            "Delete them (outputs of an earlier forward, detached aliases) first."
+            f"it, got {uses - 1}. Delete them (outputs of an earlier forward, detached aliases) "
+            "first."
         )
 
 
@@ -297,8 +293,7 @@ def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan
     if not dist.is_initialized():
         raise RuntimeError(
             f"{where}: expected an initialised process group, got none. Call "
-            "torch.distributed.init_process_group "
-            "first, or start the program with torchrun."
+            "torch.distributed.init_process_group first, or start the program with torchrun."
         )
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(

@@ -281,9 +281,8 @@ class Bucket:
                 self._leaf_versions = [leaf._version for leaf in self.leaves]
                 raise RuntimeError(
                     f"parameter '{self.names[i]}': expected no in-place change while its unit was "
-                    "gathered, got one: "
-                    "it was made on this rank's temporary copy and is lost. Edit inside `with "
-                    "model.full_params():`."
+                    "gathered, got one: it was made on this rank's temporary copy and is lost. "
+                    "Edit inside `with model.full_params():`."
                 )
 
     def _views(self, slot: Slot) -> list[Tensor]:
@@ -346,11 +345,9 @@ class Bucket:
             if registered is not params[site.index]:
                 raise RuntimeError(
                     f"parameter '{self.names[site.index]}': expected the sharded parameter, got "
-                    "another object in its "
-                    "place (an assignment, functional_call or load_state_dict(assign=True)). The "
-                    "gathered weights "
-                    "would hide it: edit inside `with model.full_params():`, or shard the model "
-                    "afterwards."
+                    "another object in its place (an assignment, functional_call or "
+                    "load_state_dict(assign=True)). The gathered weights would hide it: edit "
+                    "inside `with model.full_params():`, or shard the model afterwards."
                 )
 
     def sync_requires_grad(self) -> None:

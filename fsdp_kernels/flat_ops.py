@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each kind of operation does on `FlatShard`s: the table behind the dispatcher.
 
-========================
-========================================================================================== kind
-what happens
-========================
-==========================================================================================
-element-wise              on the fragments; plain operands of the full shape are sliced, broadcast
-ones expanded first `_foreach_*`, `_fused_*`  the same, list by list, in one call `*_like`
-a tensor of the same geometry random fills              this rank's part of what the same seed gives
-the whole tensor norms                     global; one all-reduce, also for a whole `_foreach_norm`
-GradScaler's unscale      on the fragments; the non-finite flag is made global detach, alias
-the same fragment anything else             refused with a sentence that names `full_params()`
-========================
-==========================================================================================
+- element-wise: on the fragments; plain operands of the full shape are sliced, broadcast ones
+  expanded first;
+- `_foreach_*`, `_fused_*`: the same, list by list, in one call;
+- `*_like`: a tensor of the same geometry;
+- random fills: this rank's part of what the same seed gives the whole tensor;
+- norms: global, with one all-reduce, also for a whole `_foreach_norm`;
+- GradScaler's unscale: on the fragments; the non-finite flag is made global;
+- detach, alias: the same fragment;
+- anything else: refused with a sentence that names `full_params()`.
 """
 
 from __future__ import annotations
@@ -66,9 +62,8 @@ def _refuse_autograd(func: Any, args: tuple[Any, ...]) -> None:
                     return
                 raise ValueError(
                     f"parameter '{operand.geometry.name}': expected no autograd through a sharded "
-                    "parameter, "
-                    f"got {func} with gradients enabled. {HINT} For a value without gradients, use "
-                    "torch.no_grad()."
+                    f"parameter, got {func} with gradients enabled. {HINT} For a value without "
+                    "gradients, use torch.no_grad()."
                 )
 
 
@@ -77,8 +72,7 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard = _first(args, kwargs)
     raise ValueError(
         f"parameter '{shard.geometry.name}': expected an element-wise operation on a sharded "
-        "parameter, "
-        f"got {func}. {HINT}"
+        f"parameter, got {func}. {HINT}"
     )
 
 
@@ -96,8 +90,8 @@ def _localize(operand: Any, geometry: Geometry) -> Any:
         if not operand.geometry.matches(geometry):
             raise ValueError(
                 f"parameter '{geometry.name}': expected operands of one geometry, got "
-                f"'{operand.geometry.name}' of "
-                f"shape {tuple(operand.shape)} beside shape {tuple(geometry.shape)}. {HINT}"
+                f"'{operand.geometry.name}' of shape {tuple(operand.shape)} beside shape "
+                f"{tuple(geometry.shape)}. {HINT}"
             )
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:
@@ -159,10 +153,9 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shard.is_sharded_parameter:
         raise ValueError(
             f"parameter '{shard.geometry.name}': expected dtype {shard.dtype} and device "
-            f"{shard.device} to stay, got "
-            f"a move to {kwargs.get('dtype') or kwargs.get('device')}. Move the model before "
-            "fully_shard, or pass "
-            f"mp_policy. {HINT}"
+            f"{shard.device} to stay, got a move to "
+            f"{kwargs.get('dtype') or kwargs.get('device')}. Move the model before fully_shard, "
+            f"or pass mp_policy. {HINT}"
         )
     kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
     return FlatShard(func(shard._local, **kwargs), shard.geometry)

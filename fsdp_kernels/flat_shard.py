@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from fsdp_kernels.bucket import Bucket
 
 HINT = (
-    "Each rank holds only a 1-D fragment of a sharded parameter: run this inside "
-    "`with model.full_params():`, or on `p.full_tensor()`."
+    "Each rank holds only a 1-D fragment of a sharded parameter: run this inside `with "
+    "model.full_params():`, or on `p.full_tensor()`."
 )
 
 
@@ -94,9 +94,8 @@ class Geometry:
             expanded = full.expand(self.shape)
         except RuntimeError:
             raise ValueError(
-                f"parameter '{self.name}': expected an operand of shape {tuple(self.shape)} or one "
-                "that "
-                f"broadcasts to it, got {tuple(full.shape)}. {HINT}"
+                f"parameter '{self.name}': expected an operand of shape {tuple(self.shape)} or "
+                f"one that broadcasts to it, got {tuple(full.shape)}. {HINT}"
             ) from None
         return expanded.reshape(-1)[self.fragment.start : self.fragment.stop]
 
@@ -167,8 +166,8 @@ class FlatShard(torch.Tensor):
         if self._owner is None:
             raise RuntimeError(
                 f"parameter '{self.geometry.name}': expected a sharded parameter, got a FlatShard "
-                "that belongs to "
-                "no bucket (a moment, a gradient or a result). Use the registered parameter."
+                "that belongs to no bucket (a moment, a gradient or a result). Use the "
+                "registered parameter."
             )
         return self._owner
 
@@ -265,8 +264,7 @@ class FlatShard(torch.Tensor):
     def _refuse(self, what: str) -> NoReturn:
         raise TypeError(
             f"parameter '{self.geometry.name}': expected an element-wise operation, got {what}. "
-            f"{HINT} "
-            "To save or copy a model, use `fsdp_kernels.full_state_dict(model)` or "
+            f"{HINT} To save or copy a model, use `fsdp_kernels.full_state_dict(model)` or "
             "`fsdp_kernels.checkpoint.save`."
         )
 
@@ -312,8 +310,7 @@ class FlatShard(torch.Tensor):
             start += numel
         raise ValueError(
             f"parameter '{self.geometry.name}': expected the offsets of one of this rank's boxes, "
-            f"got {index}. "
-            "Load with the same FlatShards that the plan was made from."
+            f"got {index}. Load with the same FlatShards that the plan was made from."
         )
 
 

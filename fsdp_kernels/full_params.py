@@ -68,8 +68,7 @@ class _Whole:
             if param.shape != view.shape or param.dtype != view.dtype:
                 raise ValueError(
                     f"parameter '{name}': expected shape {tuple(view.shape)} and {view.dtype} to "
-                    "stay, got "
-                    f"{tuple(param.shape)} and {param.dtype}. Edit values only."
+                    f"stay, got {tuple(param.shape)} and {param.dtype}. Edit values only."
                 )
             if param.data_ptr() != view.data_ptr():
                 view.copy_(param.detach())  # `.data =` gave it other memory

@@ -243,8 +243,8 @@ class BucketGrads:
             got = type(value).__name__
             raise TypeError(
                 f"parameter '{self.bucket.names[index]}': expected a gradient that is None or a "
-                "FlatShard of the same "
-                f"parameter, got {got} of shape {tuple(getattr(value, 'shape', ()))}. {HINT}"
+                f"FlatShard of the same parameter, got {got} of shape "
+                f"{tuple(getattr(value, 'shape', ()))}. {HINT}"
             )
         self._clear_pending(index)
         storage = self._storage()

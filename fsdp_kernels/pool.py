@@ -67,8 +67,7 @@ class Slot:
         if self.owner is not None:
             raise RuntimeError(
                 f"pool slot: expected a free slot for '{owner}', got one that '{self.owner}' "
-                "holds. "
-                "Free the first before the second gathers; this is a fault of the runtime."
+                "holds. Free the first before the second gathers; this is a fault of the runtime."
             )
         self.owner = owner
 
@@ -163,8 +162,8 @@ class Pool:
             self._warned = True
             warnings.warn(
                 f"bucket '{owner}': expected nobody to hold its full parameters when they are "
-                "freed, got a view that is still alive (kept by a module, or saved by tensor hooks "
-                "inside the unit). It stays valid, but its memory is not reused. Keep a copy "
-                "instead.",
+                "freed, got a view that is still alive (kept by a module, or saved by tensor "
+                "hooks inside the unit). It stays valid, but its memory is not reused. Keep a "
+                "copy instead.",
                 stacklevel=4,
             )

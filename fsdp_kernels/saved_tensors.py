@@ -51,9 +51,8 @@ class _SavedView:
         ):
             raise RuntimeError(
                 f"parameter '{bucket.names[self.index]}': expected it unchanged between forward "
-                "and backward, got an "
-                "in-place change (an edit, a load or an optimizer step). Run backward before "
-                "changing parameters."
+                "and backward, got an in-place change (an edit, a load or an optimizer step). "
+                "Run backward before changing parameters."
             )
 
     def rebuild(self) -> Tensor:
@@ -82,11 +81,9 @@ class _Kept:
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                "inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version "
-                f"{self.tensor._version}; expected "
-                f"version {self.version} instead. Do not change a tensor in place that backward "
-                "still needs."
+                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
+                f"version {self.tensor._version}; expected version {self.version} instead. Do not "
+                "change a tensor in place that backward still needs."
             )
         return self.tensor
 
@@ -113,7 +110,7 @@ class SavedTensors:
     def pack(self, tensor: Tensor) -> Any:
         """Called by autograd for each tensor that an operation saves."""
         self._runtime.saved += 1
-        bucket = self._runtime.owner_of(tensor)
+        bucket = self._runtime.gathers.owner_of(tensor)
         if bucket is not None:
             bucket.unit.packed += 1
             return _SavedView(bucket, tensor)
@@ -126,7 +123,7 @@ class SavedTensors:
             return saved.get()  # type: ignore[no-any-return]
         if kind is _SavedView:
             saved.check()
-            return self._runtime.read_in_backward(saved.bucket.unit, saved.rebuild)
+            return self._runtime.backward.read(saved.bucket.unit, saved.rebuild)
         return saved.unpack(saved.payload)  # type: ignore[no-any-return]
 
 

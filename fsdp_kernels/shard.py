@@ -125,8 +125,8 @@ class ShardedModule:
         if assign:
             raise ValueError(
                 "load_state_dict: expected assign=False on a sharded module, got True: assigned "
-                "tensors would not be "
-                "sharded. Load without assign, or use fsdp_kernels.load_full_state_dict."
+                "tensors would not be sharded. Load without assign, or use "
+                "fsdp_kernels.load_full_state_dict."
             )
         return super().load_state_dict(state_dict, strict=strict)  # type: ignore[misc]
 
@@ -147,8 +147,7 @@ class ShardedModule:
 def _no_copy(module: Any, what: str) -> str:
     return (
         f"{type(module).__name__}: expected a module that is not sharded, got {what} of a sharded "
-        "one. Copy it before "
-        "fully_shard, or use `fsdp_kernels.full_state_dict(model)` or "
+        "one. Copy it before fully_shard, or use `fsdp_kernels.full_state_dict(model)` or "
         "`fsdp_kernels.checkpoint.save`."
     )
 
@@ -228,7 +227,7 @@ def fully_shard(
             )
     note_comm(chosen.name)
     runtime = Runtime(chosen, plan.device)
-    runtime.prefetch = prefetch
+    runtime.gathers.prefetch_units = prefetch
     made = build_units(plan, mp_policy, runtime.resources, sync_module_states)
     if sync_module_states:
         sync_buffers(module, chosen)

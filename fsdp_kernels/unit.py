@@ -122,9 +122,9 @@ class Unit:
     def _illegal(self, to: State) -> NoReturn:
         legal = ", ".join(sorted(_LEGAL[self._state]))
         raise RuntimeError(
-            f"unit '{self.label}': cannot go from {self._state} to {to}; from {self._state} it can "
-            f"go to {legal}. "
-            "If you called unshard() or reshard(), call them outside forward and backward."
+            f"unit '{self.label}': cannot go from {self._state} to {to}; from {self._state} it "
+            f"can go to {legal}. If you called unshard() or reshard(), call them outside forward "
+            "and backward."
         )
 
     # -- gather, wait, free -----------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.sync_requires_grad()
             bucket.gather()
-            self.runtime.claim(bucket)
+            self.runtime.gathers.claim(bucket)
 
     def wait(self) -> None:
         """Make the parameters readable on the current stream."""
@@ -176,7 +176,7 @@ class Unit:
         self._hidden = False
         fault: RuntimeError | None = None
         for bucket in self.buckets:
-            self.runtime.disclaim(bucket)
+            self.runtime.gathers.disclaim(bucket)
             try:
                 bucket.free()
             except RuntimeError as error:

@@ -64,6 +64,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: (
         "fsdp_kernels._sharded_adam",
         "fsdp_kernels._wrap",
+        "fsdp_kernels.backward",
+        "fsdp_kernels.gathers",
         "fsdp_kernels.reductions",
         "fsdp_kernels.runtime",
     ),
@@ -98,7 +100,13 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.grads",
         "fsdp_kernels.pool",
     ),
-    "fsdp_kernels.runtime": ("fsdp_kernels.reductions",),
+    "fsdp_kernels.gathers": ("fsdp_kernels.reductions",),
+    "fsdp_kernels.backward": ("fsdp_kernels.gathers", "fsdp_kernels.reductions"),
+    "fsdp_kernels.runtime": (
+        "fsdp_kernels.backward",
+        "fsdp_kernels.gathers",
+        "fsdp_kernels.reductions",
+    ),
     "fsdp_kernels.shard": ("fsdp_kernels.full_params",),
     "fsdp_kernels.cli": ("fsdp_kernels.plan",),
     # Backends share the protocol and its checks.

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backward under way: which unit it has come to, which gradients have arrived, how it ends.
+
+The first saved weight that autograd unpacks, or an early hint from the unit's outputs, is a touch:
+the unit becomes full, the next ones are prefetched, and units that backward has left are freed.
+Gradients arrive in the leaves; `Reductions` says when they are reduced. A callback that autograd
+runs at the end reduces the rest and lets the ranks agree.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp_kernels.bucket import Bucket
+from fsdp_kernels.gathers import Gathers
+from fsdp_kernels.reductions import Reductions
+from fsdp_kernels.schedule import Order
+from fsdp_kernels.unit import Unit
+
+_graph_task = torch._C._current_graph_task_id
+
+
+class _Token:
+    """Lives as long as autograd holds the callback that ends a backward."""
+
+
+class Backward:
+    """The backward of one root.
+
+    Attributes:
+        under_way: Whether a backward has begun and was not ended or cleaned up.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gathers: Gathers,
+        reductions: Reductions,
+        forward: Order,
+        abandon: Callable[[], None],
+    ) -> None:
+        self._units = units
+        self._gathers = gathers
+        self._reductions = reductions
+        self._forward = forward
+        self._abandon_root = abandon
+        self._order = Order()
+        self.under_way = False
+        self._ending = False
+        self._current: Unit | None = None
+        self._touched: list[Unit] = []
+        self._token: Callable[[], _Token | None] = lambda: None
+
+    def is_running(self) -> bool:
+        """Whether the caller is part of a backward (checkpointing runs forwards in there)."""
+        return self.under_way and self._token() is not None
+
+    def has_failed(self) -> bool:
+        """Whether the last backward raised: autograd has dropped its callback uncalled."""
+        return self.under_way and not self._ending and self._token() is None
+
+    def read(self, unit: Unit, read: Callable[[], Tensor]) -> Tensor:
+        """Make a unit full and read a saved weight."""
+        if _graph_task() == -1:
+            # Somebody looks at a node's saved tensors outside any backward: nobody would free the
+            # unit later.
+            was_full = unit.is_full()
+            self._gathers.ensure_full(unit)
+            value = read().clone()
+            if not was_full:
+                unit.free()
+            return value
+        self.touch(unit)
+        # With create_graph=True the backward's own graph saves what we return, and no hook of ours
+        # sees it: a view would read whatever the slot holds by then.
+        return read().clone() if torch.is_grad_enabled() else read()
+
+    def touch(self, unit: Unit) -> None:
+        """Note that backward has come to a unit: full now, the next prefetched, others let go.
+
+        What is freed follows from the touches alone, which all ranks share, never from which
+        gradients have arrived here: ranks would gather different units again.
+        """
+        self._begin()
+        previous, self._current = self._current, unit
+        if previous is unit:
+            self._gathers.ensure_full(unit)
+            return
+        for other in [u for u in self._touched if not (u.contains(unit) or unit.contains(u))]:
+            self._touched.remove(other)
+            if other.is_idle():
+                other.free()
+            self._reductions.left(other)
+        if unit not in self._touched:
+            self._touched.append(unit)
+        self._order.visit(unit.position)
+        self._gathers.ensure_full(unit)
+        self._gathers.prefetch(self._order)
+
+    def arrived(self, bucket: Bucket, index: int) -> None:
+        """Note that autograd has left a parameter's gradient in its leaf."""
+        self._begin()
+        unit, grads = bucket.unit, bucket.grads
+        if not grads.arrived[index]:  # a re-entrant checkpoint may bring a second part
+            grads.arrived[index] = True
+            unit.arrived += 1
+        self._reductions.arrived(unit)
+
+    def _begin(self) -> None:
+        if self.under_way:
+            if self._token() is not None:
+                return
+            self._abandon_root()  # the last backward failed, and another one has begun
+        # Autograd drops the callback, and the token with it, when a backward fails. An inner
+        # backward (re-entrant checkpointing) finds the outer one's token alive.
+        token = _Token()
+        self._token = weakref.ref(token)
+        end = functools.partial(self._end, token)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.under_way = self._gathers.in_backward = True
+        if not self._order.last:
+            self._order.last = self._forward.first_visits()[::-1]
+        self._reductions.begin_backward()
+
+    def _end(self, token: _Token) -> None:
+        self._ending = True
+        try:
+            self._reductions.end_backward()
+        except BaseException:
+            self._abandon_root()
+            raise
+        finally:
+            self._ending = False
+        self._order.finish()
+        self._forget()
+        for unit in self._units:
+            unit.begin_count()
+            if unit.is_idle():  # a forward that calls autograd.grad still runs in others
+                unit.free()
+
+    def abandon(self) -> None:
+        """After a failure: no backward is under way, and what it had issued will be settled."""
+        if self.under_way:
+            self._reductions.abandon()
+            if any(bucket.grads.present for unit in self._units for bucket in unit.buckets):
+                warnings.warn(
+                    "fully_shard: expected no failed backward before step(), got one: the "
+                    "gradients that earlier backwards had accumulated were dropped with its own. "
+                    "Run the step's micro-batches again.",
+                    stacklevel=4,
+                )
+        self._order.abandon()
+        self._forget()
+
+    def _forget(self) -> None:
+        self.under_way = self._gathers.in_backward = False
+        self._current = None
+        self._touched = []

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which units are full: gathering them in time, prefetching, freeing, and who owns which memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fsdp_kernels.bucket import Bucket
+from fsdp_kernels.reductions import Reductions
+from fsdp_kernels.schedule import Order
+from fsdp_kernels.unit import Unit
+
+
+class Gathers:
+    """The gathers of one root's units.
+
+    Attributes:
+        prefetch_units: How many units are gathered ahead.
+        in_backward: Whether the gathers issued now belong to a backward.
+    """
+
+    def __init__(self, units: Sequence[Unit], reductions: Reductions) -> None:
+        self._units = units
+        self._reductions = reductions
+        self._owners: dict[int, Bucket] = {}
+        self.prefetch_units = 1
+        self.in_backward = False
+
+    def claim(self, bucket: Bucket) -> None:
+        """Note which bucket a slot's storage holds."""
+        pointer = bucket.slot_pointer()
+        if pointer:  # a bucket of empty parameters has no memory
+            self._owners[pointer] = bucket
+
+    def disclaim(self, bucket: Bucket) -> None:
+        """Forget a bucket's slot."""
+        self._owners.pop(bucket.slot_pointer(), None)
+
+    def owner_of(self, tensor: Tensor) -> Bucket | None:
+        """The bucket whose full buffer a tensor is a view of, or None."""
+        try:
+            return self._owners.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:  # sparse tensors and wrappers have no memory of their own
+            return None
+
+    def ensure_full(self, unit: Unit) -> None:
+        """Make a unit's parameters readable, and let its modules see them."""
+        if not unit.is_sharded() and not unit.is_current():
+            unit.free()  # edited since it was gathered
+        if unit.is_full():
+            unit.show()
+            for bucket in unit.buckets:
+                bucket.sync_requires_grad()
+            return
+        if unit.is_sharded():
+            self._gather(unit)
+        unit.wait()
+
+    def prefetch(self, order: Order) -> None:
+        """Issue the gathers of the units that an order expects next."""
+        for position in order.upcoming(self.prefetch_units):
+            if self._units[position].is_sharded():
+                self._gather(self._units[position])
+
+    def _gather(self, unit: Unit) -> None:
+        self._reductions.before_gather(unit, self.in_backward)
+        unit.gather()
+
+    def free_all(self) -> None:
+        """Free every unit; a fault is raised after all are free."""
+        fault: RuntimeError | None = None
+        for unit in self._units:
+            if not unit.is_sharded():
+                try:
+                    unit.free()
+                except RuntimeError as error:
+                    fault = fault or error
+        if fault is not None:
+            raise fault
+
+    def free_kept(self) -> None:
+        """Free what an earlier forward left full for a backward that did not come.
+
+        Whether it is still current depends on edits on this rank alone, and all ranks must gather.
+        """
+        for unit in self._units:
+            if unit.is_hidden() and unit.is_idle():
+                unit.free()
+
+    def free_after_forward(self, grad: bool) -> None:
+        """Free what was prefetched in vain; without gradients, everything."""
+        for unit in self._units:
+            if not unit.is_sharded() and (not grad or not unit.is_full()):
+                unit.free()
