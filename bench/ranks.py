@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,7 +28,8 @@ def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     Returns:
         What the calls returned, in rank order.
     """
-    torch.set_num_threads(1)  # a forked child of a process with OpenMP threads hangs in its first
+    torch.set_num_threads(1)  # a forked child of a process with OpenMP threads hangs
+    sys.stdout.flush()  # or every child prints what is still in the buffer
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         store = str(Path(folder) / "store")

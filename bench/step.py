@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ranks
@@ -25,6 +27,14 @@ from fsdp_kernels import ProcessGroupComm
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 CHECKED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Something that moves bytes and does nothing else."""
+
+    run: Callable[[], object]
+    nbytes: int
 
 
 def check(made: dict[str, Side], shape: Shape) -> dict[str, list[float]]:
@@ -56,38 +66,72 @@ def count(side: Side, tokens: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def ceilings(shape: Shape, rounds: int) -> dict[str, float]:
-    """Measure copies and gathers of one block's bucket, in bytes each second."""
+def transfers(shape: Shape) -> dict[str, Transfer]:
+    """Make the transfers that bound a step: a copy and a gather of one block's bucket."""
     numel = sum(p.numel() for p in build(shape).blocks[0].parameters())
     world = dist.get_world_size()
     shard = torch.zeros(-(-numel // world), dtype=shape.dtype)
     full, target = shard.new_zeros(2, world * shard.numel())
     comm = ProcessGroupComm()
-    seconds = ranks.interleave(
-        {
-            "copy": lambda: target.copy_(full),
-            "gather": lambda: comm.all_gather(full, shard, label="ceiling").wait(),
-        },
-        rounds,
-    )
     nbytes = full.numel() * full.element_size()
-    moved = {"copy": 2 * nbytes, "gather": nbytes * (world - 1) / world}
-    return {name: moved[name] / statistics.median(times) for name, times in seconds.items()}
+    return {
+        "copy": Transfer(lambda: target.copy_(full), 2 * nbytes),
+        "gather": Transfer(
+            lambda: comm.all_gather(full, shard, label="ceiling").wait(),
+            nbytes * (world - 1) // world,
+        ),
+    }
+
+
+def bandwidths(made: dict[str, Transfer], seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Return bytes each second, the median over rounds."""
+    return {name: one.nbytes / statistics.median(seconds[name]) for name, one in made.items()}
 
 
 def measure(rank: int, world: int, shape: Shape, rounds: int) -> dict[str, Any]:
-    """Do everything that takes all ranks."""
-    ceiling = ceilings(shape, 10)
+    """Do everything that takes all ranks; rank 0 prints the ceiling first."""
+    moved = transfers(shape)
+    runs = {name: one.run for name, one in moved.items()}
+    first = bandwidths(moved, ranks.interleave(runs, 10))
+    if rank == 0:
+        print(
+            f"ceiling, a block's bucket: copy {first['copy'] / 1e9:.1f} GB/s read plus written, "
+            f"gather {first['gather'] / 1e9:.2f} GB/s sent by a rank",
+            flush=True,
+        )
     made = sides(shape, rank, world)
     losses = check(made, shape)
     tokens = batch(shape, CHECKED_STEPS, [rank])
     traffic = {name: count(side, tokens) for name, side in made.items()}
+    steps = {name: partial(side.step, tokens) for name, side in made.items()}
+    seconds = ranks.interleave({**steps, **runs}, rounds)
+    return {
+        "ceiling": bandwidths(moved, seconds),
+        "losses": losses,
+        "traffic": traffic,
+        "seconds": {name: seconds[name] for name in made},
+    }
 
-    def timed(side: Side) -> Callable[[], object]:
-        return lambda: side.step(tokens)
 
-    seconds = ranks.interleave({name: timed(side) for name, side in made.items()}, rounds)
-    return {"ceiling": ceiling, "losses": losses, "traffic": traffic, "seconds": seconds}
+def tabulate(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Print the table and return it."""
+    seconds, traffic = measured["seconds"], measured["traffic"]
+    bandwidth = measured["ceiling"]["gather"]
+    print(f"{'':22}{'median':>11}{'x ours':>8}{'collectives':>13}{'MB sent':>9}{'at ceiling':>12}")
+    table = {}
+    for name, times in seconds.items():
+        sent = traffic[name]["sent_mb"]
+        median, to_ours = statistics.median(times), rows.ratio(times, seconds["ours"])
+        least = sent * 1e6 / bandwidth if sent else 0.0
+        table[name] = {
+            "ms": median * 1e3,
+            "ratio_to_ours": to_ours,
+            **traffic[name],
+            "sending_at_ceiling_ms": least * 1e3,
+        }
+        row = f"{name:22}{median * 1e3:>8.1f} ms{to_ours:>8.2f}"
+        print(row + f"{traffic[name]['collectives']:>13}{sent:>9.1f}{least * 1e3:>9.1f} ms")
+    return table
 
 
 def main() -> None:
@@ -105,34 +149,15 @@ def main() -> None:
     print("environment")
     found = rows.describe()
     shape = Shape(args.dim, args.layers, args.batch, args.sequence, DTYPES[args.dtype])
-    found_by_rank0 = ranks.run(measure, args.world, shape, args.rounds)[0]
-    ceiling, traffic = found_by_rank0["ceiling"], found_by_rank0["traffic"]
-    print(
-        f"ceiling, a block's bucket: copy {ceiling['copy'] / 1e9:.1f} GB/s read plus written, "
-        f"gather {ceiling['gather'] / 1e9:.2f} GB/s sent by a rank"
-    )
-    print(f"losses agree: {', '.join(f'{loss:.4f}' for loss in found_by_rank0['losses']['ours'])}")
-    seconds = found_by_rank0["seconds"]
-    print(f"{'':22}{'median':>11}{'x ours':>8}{'collectives':>13}{'MB sent':>9}{'at ceiling':>12}")
-    table = {}
-    for name, times in seconds.items():
-        sent = traffic[name]["sent_mb"]
-        median, times_ours = statistics.median(times), rows.ratio(times, seconds["ours"])
-        least = sent * 1e6 / ceiling["gather"]
-        table[name] = {
-            "ms": median * 1e3,
-            "ratio_to_ours": times_ours,
-            **traffic[name],
-            "sending_at_ceiling_ms": least * 1e3,
-        }
-        row = f"{name:22}{median * 1e3:>8.1f} ms{times_ours:>8.2f}"
-        print(row + f"{traffic[name]['collectives']:>13}{sent:>9.1f}{least * 1e3:>9.1f} ms")
+    measured = ranks.run(measure, args.world, shape, args.rounds)[0]
+    print(f"losses agree: {', '.join(f'{loss:.4f}' for loss in measured['losses']['ours'])}")
+    table = tabulate(measured)
     result = {
         **{key: getattr(args, key) for key in ("world", "dim", "layers", "batch", "sequence")},
         "dtype": args.dtype,
         "rounds": args.rounds,
-        "ceiling_gb_per_s": {name: value / 1e9 for name, value in ceiling.items()},
-        "losses": found_by_rank0["losses"],
+        "ceiling_gb_per_s": {name: value / 1e9 for name, value in measured["ceiling"].items()},
+        "losses": measured["losses"],
         "speedup_over_fsdp2": table["FSDP2"]["ratio_to_ours"],
         "speedup_over_fsdp2_fused": table["FSDP2, fused AdamW"]["ratio_to_ours"],
         "speedup_over_ddp": table["DDP"]["ratio_to_ours"],
