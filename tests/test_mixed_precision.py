@@ -228,6 +228,7 @@ def test_an_edit_is_what_the_next_forward_computes_with() -> None:
 def policies(rank: int, world: int) -> None:
     """Nested units keep their own policy; outputs and gradients have the promised dtypes."""
     model = build(Net, torch.float32)
+    model.offset = model.offset.bfloat16()  # or the sum would be fp32 in any case
     fully_shard(model.blocks[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     seen: list[torch.dtype] = []
     model.blocks[1].up.register_forward_pre_hook(lambda m, a: seen.append(m.weight.dtype))

@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_in_every_form(name: str) -> None:
     make, options = OPTIMIZERS[name]
-    base = Scenario(params=groups if "Adam" in name else Scenario.params)
+    base = Scenario(params=groups if "Adam" in name else Scenario.params, steps=4)
     scenarios = []
     for form in FORMS.values():
         if form.get("fused") and name == "RMSprop":
