@@ -289,7 +289,8 @@ class Bucket:
         views: list[Tensor] | None = slot.views.get(self)
         if views is None:
             full = slot.view(self.layout.full_numel, self.dtypes.compute)
-            views = slot.views[self] = self.split(full)
+            views = self.split(full)
+            slot.keep(self, views)
         return views
 
     def split(self, full: Tensor) -> list[Tensor]:

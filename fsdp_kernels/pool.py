@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from bisect import bisect_left, insort_left
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -18,6 +19,8 @@ from fsdp_kernels.streams import Event, Streams
 
 _use_count = torch._C._storage_Use_Count
 _nbytes = attrgetter("nbytes")
+_YIELDS = 300  # tenths of a millisecond to wait, once, for whoever holds a slot
+_PATIENCE = 2  # further times that memory is short before a held slot is let go
 _POISON = os.environ.get("FSDP_KERNELS_DEBUG") == "1"
 
 
@@ -32,10 +35,20 @@ class Slot:
         freed: Event after which the next owner may write.
         own_holders: `holders()` when the present owner took it.
         views: The owners' typed views, kept as long as the slot lives, since making them costs host
-            time.
+            time; add to them with `keep`.
     """
 
-    __slots__ = ("_count", "buffer", "freed", "nbytes", "own_holders", "owner", "pointer", "views")
+    __slots__ = (
+        "_count",
+        "_kept",
+        "buffer",
+        "freed",
+        "nbytes",
+        "own_holders",
+        "owner",
+        "pointer",
+        "views",
+    )
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -46,21 +59,24 @@ class Slot:
         self.owner: str | None = None
         self.own_holders = 0
         self.freed: Event | None = None
-        self.views: dict[Any, Any] = {}
+        self.views: dict[Any, list[Tensor]] = {}
+        self._kept = 0
 
     def view(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The first `numel` elements as a 1-D tensor of `dtype`."""
         key = (numel, dtype)
-        view = self.views.get(key)
-        if view is None:
-            view = self.views[key] = self.buffer[: numel * dtype.itemsize].view(dtype)
-        assert isinstance(view, Tensor)
-        return view
+        if key not in self.views:
+            self.keep(key, [self.buffer[: numel * dtype.itemsize].view(dtype)])
+        return self.views[key][0]
+
+    def keep(self, key: Any, views: list[Tensor]) -> None:
+        """Keep views of the buffer under a new key of `views`."""
+        self.views[key] = views
+        self._kept += len(views)
 
     def holders(self) -> int:
         """How many tensors hold the memory, without the views that are kept here."""
-        kept = sum(len(v) if isinstance(v, list) else 1 for v in self.views.values())
-        return int(self._count()) - kept
+        return int(self._count()) - self._kept
 
     def claim(self, owner: str) -> None:
         """Make `owner` the one owner."""
@@ -72,6 +88,15 @@ class Slot:
         self.owner = owner
 
 
+@dataclass(eq=False)
+class _Held:
+    """A slot that was given back while somebody held a view of it."""
+
+    slot: Slot
+    owner: str
+    checks: int = 0
+
+
 class Pool:
     """Slots of one device: as many as were ever in use at once, each as large as its largest owner.
 
@@ -80,11 +105,9 @@ class Pool:
 
     NOTE: a slot that somebody still holds a view of when it is given back must not be reused: its
     next owner would overwrite what that view shows. It waits apart. A backend's own thread may hold
-    a finished collective's tensors for a moment; a module that keeps a view, or saved-tensor hooks
-    inside a unit, hold them for long, and then the pool lets the slot go.
+    a finished collective's tensors for a moment, which is worth a short wait; a module that keeps a
+    view, or saved-tensor hooks inside a unit, hold them for long, and then the pool lets it go.
     """
-
-    _PATIENCE = 64
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
@@ -93,7 +116,7 @@ class Pool:
         self._used: list[Slot] = []
         self.allocated_bytes = 0
         self.peak_bytes = 0
-        self._held: list[tuple[Slot, str]] = []
+        self._held: list[_Held] = []
         self._warned = False
 
     @property
@@ -104,7 +127,7 @@ class Pool:
     def take(self, owner: str, nbytes: int) -> Slot:
         """Take a slot of at least `nbytes` bytes for `owner`."""
         if self._held:
-            self._wait_for_holders(nbytes)
+            self._collect(nbytes)
         at = self._fitting(nbytes)
         if at < len(self._free):
             slot = self._free.pop(at)
@@ -129,7 +152,7 @@ class Pool:
         self._used.remove(slot)
         slot.freed = self._streams.record("compute")
         if slot.holders() > slot.own_holders:
-            self._held.append((slot, owner))
+            self._held.append(_Held(slot, owner))
         else:
             self._add_free(slot)
 
@@ -142,18 +165,22 @@ class Pool:
         # First of its size: what was used last, and may still be in a cache, is taken first.
         insort_left(self._free, slot, key=_nbytes)
 
-    def _wait_for_holders(self, nbytes: int) -> None:
+    def _collect(self, nbytes: int) -> None:
         """Take back what nobody holds any more; yield to other threads before memory is made."""
-        for attempt in range(self._PATIENCE):
-            for held in [h for h in self._held if h[0].holders() <= h[0].own_holders]:
+        for _ in range(_YIELDS):
+            for held in [h for h in self._held if h.slot.holders() <= h.slot.own_holders]:
                 self._held.remove(held)
-                self._add_free(held[0])
+                self._add_free(held.slot)
             if not self._held or self._fitting(nbytes) < len(self._free):
                 return
-            time.sleep(0 if attempt < self._PATIENCE // 2 else 1e-4)
-        for slot, owner in self._held:
-            self._let_go(slot, owner)
-        self._held.clear()
+            if all(held.checks for held in self._held):
+                break  # waited for before
+            time.sleep(1e-4)
+        for held in self._held:
+            held.checks += 1
+        for held in [h for h in self._held if h.checks > _PATIENCE]:
+            self._held.remove(held)
+            self._let_go(held.slot, held.owner)
 
     def _let_go(self, slot: Slot, owner: str) -> None:
         """Leave a slot to whoever holds a view of it."""

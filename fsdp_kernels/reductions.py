@@ -51,6 +51,7 @@ class Reductions:
         self._issued: list[Unit] = []
         self._running: Unit | None = None
         self._failed = False
+        self._may_be_left_over = False
         self._backwards = 0
         self._gathers = 0  # hash of the gathers since the ranks last agreed
         self.clock = 0
@@ -117,6 +118,7 @@ class Reductions:
         for unit in self._units:
             if not unit.reduces_now():
                 unit.leave_over()
+                self._may_be_left_over = True
             elif unit.late:
                 unit.pack()
         reducing = [unit for unit in self._units if unit.reduces_now()]
@@ -131,6 +133,9 @@ class Reductions:
         Gradients that one rank alone has accumulated are never shown, stepped with or lost.
         """
         self.settle()
+        if not self._may_be_left_over:  # every read of a gradient comes here
+            return
+        self._may_be_left_over = False
         left = [unit for unit in self._units if unit.has_left_over()]
         for unit in left:
             unit.reduce()

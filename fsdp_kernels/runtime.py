@@ -158,7 +158,7 @@ class Runtime:
         reads = unit.packed or unit.has_children or self.saved == unit.saved_before
         for tensor in _tensors(output):
             if tensor.grad_fn is not None and reads:
-                tensor.register_hook(lambda _: self.backward.touch(unit))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: unit.runtime.backward.touch(unit))  # type: ignore[no-untyped-call]
             if not keep and self.gathers.owner_of(tensor) in unit.buckets:
                 raise ValueError(
                     f"unit '{unit.label}': expected outputs of their own memory, got a view of "

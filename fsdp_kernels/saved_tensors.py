@@ -22,6 +22,7 @@ from fsdp_kernels.bucket import Bucket
 
 if TYPE_CHECKING:
     from fsdp_kernels.runtime import Runtime
+    from fsdp_kernels.unit import Unit
 
 _PackPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -123,7 +124,9 @@ class SavedTensors:
             return saved.get()  # type: ignore[no-any-return]
         if kind is _SavedView:
             saved.check()
-            return self._runtime.backward.read(saved.bucket.unit, saved.rebuild)
+            unit: Unit = saved.bucket.unit
+            # NOTE: not our runtime: an ancestor may have been sharded since, and taken the unit.
+            return unit.runtime.backward.read(unit, saved.rebuild)
         return saved.unpack(saved.payload)  # type: ignore[no-any-return]
 
 

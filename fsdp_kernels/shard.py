@@ -110,7 +110,8 @@ class ShardedModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget (or zero) every gradient, and what is pending under `no_sync`, by buckets."""
         for param in self.parameters():  # type: ignore[attr-defined]
-            if param.grad is not None and not isinstance(param, FlatShard):
+            # Never look at a FlatShard's gradient here: showing it costs a pass over the bucket.
+            if not isinstance(param, FlatShard) and param.grad is not None:
                 param.grad = None if set_to_none else param.grad.zero_()
         for unit in self.units:
             unit.runtime.recover()
