@@ -10,7 +10,6 @@ runs at the end reduces the rest and lets the ranks agree.
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -53,6 +52,7 @@ class Backward:
         self._order = Order()
         self.under_way = False
         self._ending = False
+        self._accumulating = False
         self._current: Unit | None = None
         self._touched: list[Unit] = []
         self._token: Callable[[], _Token | None] = lambda: None
@@ -124,6 +124,8 @@ class Backward:
         end = functools.partial(self._end, token)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self.under_way = self._gathers.in_backward = True
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        self._accumulating = any(b.grads.present or b.grads.left_over for b in buckets)
         if not self._order.last:
             self._order.last = self._forward.first_visits()[::-1]
         self._reductions.begin_backward()
@@ -144,19 +146,18 @@ class Backward:
             if unit.is_idle():  # a forward that calls autograd.grad still runs in others
                 unit.free()
 
-    def abandon(self) -> None:
-        """After a failure: no backward is under way, and what it had issued will be settled."""
+    def abandon(self) -> bool:
+        """After a failure: no backward is under way, and what it had issued will be settled.
+
+        Returns:
+            Whether gradients of earlier backwards are lost too.
+        """
+        lost = self.under_way and self._accumulating
         if self.under_way:
             self._reductions.abandon()
-            if any(bucket.grads.present for unit in self._units for bucket in unit.buckets):
-                warnings.warn(
-                    "fully_shard: expected no failed backward before step(), got one: the "
-                    "gradients that earlier backwards had accumulated were dropped with its own. "
-                    "Run the step's micro-batches again.",
-                    stacklevel=4,
-                )
         self._order.abandon()
         self._forget()
+        return lost
 
     def _forget(self) -> None:
         self.under_way = self._gathers.in_backward = False

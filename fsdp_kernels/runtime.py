@@ -268,8 +268,9 @@ class Runtime:
 
         Cleans up after a failed backward, and reduces what `no_sync` left (collective then).
         """
-        self.recover()
-        if not self.backward.under_way:
+        if self.backward.under_way:  # every read of a gradient comes here, so no call is made first
+            self.recover()
+        if self.reductions.unsettled and not self.backward.under_way:
             self.reductions.reduce_left_over()
 
     def finish_failed(self) -> None:
@@ -279,11 +280,18 @@ class Runtime:
 
     def _abandon(self) -> None:
         """Leave every unit sharded and without gradients; the ranks settle at the next forward."""
-        self.backward.abandon()
+        lost = self.backward.abandon()
         self._depth = 0
         self._forward.abandon()
         for unit in self.units:
             unit.abandon()
+        if lost:  # last: where warnings are errors, everything is clean by now
+            warnings.warn(
+                "fully_shard: expected no failed backward before step(), got one: the gradients "
+                "that earlier backwards had accumulated were dropped with its own. Run the step's "
+                "micro-batches again.",
+                stacklevel=3,
+            )
 
 
 _NULL = nullcontext()
