@@ -14,7 +14,12 @@ from fsdp_kernels import record_schedule
 
 
 class Pair:
-    """The two models on one rank; `both` iterates over them."""
+    """The two models on one rank.
+
+    Attributes:
+        both: The sharded model and the unsharded one.
+        schedule: What the sharded model did in the last step played.
+    """
 
     def __init__(
         self,
@@ -27,11 +32,13 @@ class Pair:
         self.plain = build(factory, torch.float64)
         self.sharded = shard(build(factory, torch.float64))
         self.both = (self.sharded, self.plain)
+        self.schedule: list[str] = []
 
     def play(self, step: int, play: Play = mse) -> int:
         """Play a rank's turn sharded and every rank's unsharded; return the reductions issued."""
         with record_schedule() as schedule:
             play(self.sharded, Turn(self.rank, self.world, step))
+        self.schedule = [str(event) for event in schedule]
         self.play_plain(step, play)
         return sum(event.verb == "reduce" for event in schedule)
 

@@ -150,3 +150,27 @@ def other_ranks(rank: int, world: int) -> None:
 
 def test_other_ranks_are_refused() -> None:
     run_ranks(other_ranks, 2, timeout=20)
+
+
+def graph_of_before(rank: int, world: int) -> None:
+    """A forward before, its backward after: the graph finds the weights where they are now."""
+    pair = Pair(rank, world, shard=inner_first)
+    losses = []
+
+    def forward(model: nn.Module, turn: Turn) -> Tensor:
+        losses.append((turn, inner(model)(turn.rand(4, 7)).square().mean()))
+        return losses[-1][1]
+
+    pair.play(0, forward)
+    by_block(pair.sharded)
+    for turn, loss in losses:
+        turn.backward(loss)
+    pair.check_grads("backward of an older graph")
+    assert states(pair.sharded) == {"SHARDED"}
+    pair.zero_grad()
+    pair.play(1)
+    pair.check_grads("the next step")
+
+
+def test_a_graph_made_before_runs_backward_after() -> None:
+    run_ranks(graph_of_before, 2, timeout=20)
