@@ -70,6 +70,18 @@ class Routed(nn.Module):
         return self.head(torch.tanh(self.branches[route](self.inp(x))))
 
 
+class Sided(Block):
+    """Has a layer that some ranks use: the others' units are complete later."""
+
+    def __init__(self, dim: int = 7) -> None:
+        super().__init__(dim)
+        self.extra = nn.Linear(dim, dim)
+        self.use = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.extra(x) if self.use else 0.0)
+
+
 @dataclass(frozen=True)
 class Turn:
     """One rank's turn in one step: its own data, and how it calls backward."""
@@ -104,6 +116,13 @@ def mse(model: nn.Module, turn: Turn) -> Tensor:
     """Play one forward and one backward of a regression."""
     loss = F.mse_loss(model(turn.rand(4, 3)), turn.rand(4, 5, salt=1))
     return turn.backward(loss)
+
+
+def lopsided(model: nn.Module, turn: Turn) -> Tensor:
+    """Each rank leaves out another block's extra layer, and another one at each step."""
+    for index, block in enumerate(model.blocks):
+        block.use = (index + turn.rank + turn.step) % 3 != 0
+    return mse(model, turn)
 
 
 by_block = partial(fully_shard, units=Block)

@@ -12,19 +12,20 @@ from models import (
     Block,
     Net,
     Scenario,
+    Sided,
     Turn,
     assert_close,
     assert_grads,
     build,
     check,
     check_all,
+    lopsided,
     mean_loss,
     mse,
     states,
     turns,
     varied,
 )
-from test_backward_guarantee import Sided, lopsided
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import run_ranks
 from models import (
     Block,
@@ -20,7 +19,6 @@ from models import (
     assert_grads,
     build,
     by_block,
-    check,
     check_all,
     mean_loss,
     mse,
@@ -32,7 +30,7 @@ from models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp_kernels import fully_shard, record_schedule
+from fsdp_kernels import fully_shard
 
 
 class Output:
@@ -132,6 +130,19 @@ def penalised(model: nn.Module, turn: Turn) -> Tensor:
     return turn.backward(out.square().mean() + grad.square().mean())
 
 
+def hooked(model: nn.Module) -> nn.Module:
+    """Shard, and watch backward by module hooks, which wrap what goes in and out."""
+    by_block(model)
+    for module in (model, *model.blocks, model.blocks[0].up):
+        module.register_full_backward_pre_hook(lambda module, grads: None)
+        module.register_full_backward_hook(lambda module, grads_in, grads_out: None)
+    return model
+
+
+def with_input_gradient(model: nn.Module, turn: Turn) -> Tensor:
+    return turn.backward(model(turn.rand(4, 3).requires_grad_()).square().mean())
+
+
 OPAQUE = Scenario(OpaqueNet, shard=partial(fully_shard, units=Opaque), steps=3)
 OPAQUE = varied(OPAQUE, build=partial(OpaqueNet, block=Opaque))
 OUTPUTS = {
@@ -142,6 +153,7 @@ OUTPUTS = {
     "detached": Scenario(Detached, detached, steps=3),
     "edited output": Scenario(play=returned_in_place, steps=3),
     "autograd.grad": Scenario(play=input_gradient, steps=3),
+    "backward hooks": Scenario(play=with_input_gradient, shard=hooked, steps=3),
     "double backward": Scenario(play=penalised, steps=3),
 }
 
@@ -299,49 +311,3 @@ def cached_weights(model: nn.Module, plain: nn.Module) -> None:
 
 def test_an_autocast_region() -> None:
     run_ranks(autocast, 2)
-
-
-# The order of reductions.
-
-
-class Sided(Block):
-    """Has a layer that some ranks use: the others' units are complete later."""
-
-    def __init__(self, dim: int = 7) -> None:
-        super().__init__(dim)
-        self.extra = nn.Linear(dim, dim)
-        self.use = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + (self.extra(x) if self.use else 0.0)
-
-
-def lopsided(model: nn.Module, turn: Turn) -> Tensor:
-    """Each rank leaves out another block's extra layer, and another one at each step."""
-    for index, block in enumerate(model.blocks):
-        block.use = (index + turn.rank + turn.step) % 3 != 0
-    return mse(model, turn)
-
-
-def reductions(rank: int, world: int) -> None:
-    scenario = Scenario(partial(Net, block=Sided), lopsided, steps=4)
-    orders: list[list[str]] = []
-
-    def play(model: nn.Module, turn: Turn) -> Tensor:
-        if not turn.sharded:
-            return lopsided(model, turn)
-        with record_schedule() as schedule:
-            loss = lopsided(model, turn)
-        orders.append([str(event) for event in schedule if event.verb == "reduce"])
-        return loss
-
-    check(rank, world, varied(scenario, play=play, shard=partial(fully_shard, units=Sided)))
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, orders)
-    assert everyone.count(orders) == world, everyone
-    assert all(len(order) == 4 for order in orders), orders
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_reductions_run_in_one_order_on_every_rank(world: int) -> None:
-    run_ranks(reductions, world)

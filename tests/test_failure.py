@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from models import Block, Net, Scenario, Turn, check, check_all, mse, states, varied
-from test_backward_guarantee import Sided, lopsided
+from models import (
+    Block,
+    Net,
+    Scenario,
+    Sided,
+    Turn,
+    check,
+    check_all,
+    lopsided,
+    mse,
+    states,
+    varied,
+)
 from torch import Tensor, nn
 
 from fsdp_kernels import fully_shard

@@ -96,6 +96,17 @@ def flagged(model: nn.Module, turn: Turn) -> Tensor:
     return first + turn.backward(model(turn.rand(3, 3, salt=7)).square().mean())
 
 
+def read_between(model: nn.Module, turn: Turn) -> Tensor:
+    """Read a gradient between two backwards: the divisor is applied there, and only once."""
+    first = mse(model, turn)
+    assert model.inp.weight.grad is not None
+    return first + turn.backward(model(turn.rand(3, 3, salt=7)).square().mean())
+
+
+def test_reading_a_gradient_between_backwards() -> None:
+    run_ranks(check, 3, Scenario(play=read_between))
+
+
 def test_set_requires_gradient_sync() -> None:
     run_ranks(check, 3, Scenario(play=flagged))
 

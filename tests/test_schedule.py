@@ -4,11 +4,27 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
-from models import Block, Net, Turn, build, full_grads, full_params, mse, sharded_adamw
+from models import (
+    Block,
+    Net,
+    Scenario,
+    Sided,
+    Turn,
+    build,
+    check,
+    full_grads,
+    full_params,
+    lopsided,
+    mse,
+    sharded_adamw,
+    varied,
+)
 from torch import Tensor, nn
 
 from fsdp_kernels import fully_shard, record_schedule
@@ -131,3 +147,27 @@ def test_schedule_of_a_forward_without_gradients() -> None:
     for unit in ("root", "blocks.0", "blocks.1"):
         mine = [event.split()[0] for event in events if unit in event]
         assert mine == ["gather", "wait", "free"], events
+
+
+def reductions(rank: int, world: int) -> None:
+    scenario = Scenario(partial(Net, block=Sided), lopsided, steps=4)
+    orders: list[list[str]] = []
+
+    def play(model: nn.Module, turn: Turn) -> Tensor:
+        if not turn.sharded:
+            return lopsided(model, turn)
+        with record_schedule() as schedule:
+            loss = lopsided(model, turn)
+        orders.append([str(event) for event in schedule if event.verb == "reduce"])
+        return loss
+
+    check(rank, world, varied(scenario, play=play, shard=partial(fully_shard, units=Sided)))
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, orders)
+    assert everyone.count(orders) == world, everyone
+    assert all(len(order) == 4 for order in orders), orders
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_reductions_run_in_one_order_on_every_rank(world: int) -> None:
+    run_ranks(reductions, world)

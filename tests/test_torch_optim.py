@@ -68,6 +68,27 @@ def test_optimizers_in_every_form(name: str) -> None:
     run_ranks(check_all, 3, *scenarios)
 
 
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adamax", "ASGD", "Adadelta"])
+def test_every_other_elementwise_optimizer(name: str) -> None:
+    make = partial(getattr(torch.optim, name), lr=1e-2)
+    base = Scenario(optimizer=make, oracle=partial(make, foreach=False), steps=3)
+    run_ranks(check_all, 2, base, varied(base, optimizer=partial(make, foreach=False)))
+
+
+def refused_optimizers(rank: int, world: int) -> None:
+    """Optimizers that look at whole matrices or vectors say so instead of using a fragment."""
+    for name in ("Adafactor", "LBFGS"):
+        model = by_block(build(Net, torch.float64))
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        mse(model, Turn(rank, world, 0))
+        with pytest.raises((ValueError, RuntimeError), match="full_params"):
+            optimizer.step(lambda: 1.0)
+
+
+def test_optimizers_that_are_not_elementwise_are_refused() -> None:
+    run_ranks(refused_optimizers, 1)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_optimizers_skip_unused_parameters(world: int) -> None:
     base = Scenario(build=Routed, play=routed, shard=fully_shard, oracle=adamw)
