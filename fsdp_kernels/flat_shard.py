@@ -214,7 +214,7 @@ class FlatShard(torch.Tensor):
     @property
     def grad(self) -> Tensor | None:
         """The mean gradient over ranks, a `FlatShard`, or None where no rank used the parameter."""
-        return None if self._owner is None else self._owner.grad(self.index)
+        return None if self._owner is None else self._owner.grads.grad(self.geometry.index)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -252,6 +252,14 @@ class FlatShard(torch.Tensor):
     def tolist(self) -> NoReturn:
         """Refuse: the elements of the other ranks are not here."""
         self._refuse("tolist")
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse: the wrapper has no memory, and all would seem tied at address 0."""
+        self._refuse("data_ptr (use `to_local().data_ptr()`)")
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse: the wrapper has no memory to share."""
+        self._refuse("share_memory_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copy would belong to no bucket."""

@@ -44,6 +44,8 @@ REFUSED: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {
     "float": lambda m, p: float(m.one.detach()),
     "numpy": lambda m, p: p.detach().numpy(),
     "tolist": lambda m, p: p.detach().tolist(),
+    "data_ptr": lambda m, p: p.data_ptr(),
+    "share_memory": lambda m, p: m.share_memory(),
     "iteration": lambda m, p: list(p.detach()),
     "equal": lambda m, p: torch.equal(p.detach(), p.detach()),
     "orthogonal_": lambda m, p: nn.init.orthogonal_(p),
