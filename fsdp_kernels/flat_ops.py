@@ -170,7 +170,10 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def local(arg: Any) -> Any:
         if isinstance(arg, (list, tuple)) and len(arg) == len(geometries):
             return [
-                _localize(item, geometry) for item, geometry in zip(arg, geometries, strict=True)
+                item._local
+                if isinstance(item, FlatShard) and item.geometry is geometry  # nearly always
+                else _localize(item, geometry)
+                for item, geometry in zip(arg, geometries, strict=True)
             ]
         return arg
 

@@ -221,7 +221,10 @@ class BucketGrads:
     def grad(self, index: int) -> FlatShard | None:
         """The mean gradient of one parameter, an alias of `shard_grads`, or None."""
         self.bucket.runtime.finish()
-        if not self.present or index in self._cleared or not self.host_used()[index]:
+        if not self.present or index in self._cleared:
+            return None
+        used = self._host_used or self.host_used()
+        if not used[index]:
             return None
         self.apply_scale()
         return self._exported()[index]

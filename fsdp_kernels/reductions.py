@@ -38,6 +38,7 @@ class Reductions:
         agreed: bool [number of parameters], on the device: which have a gradient on any rank. The
             buckets hold slices of it.
         clock: Gathers issued in the backward under way.
+        unsettled: Whether a backward failed or left gradients: `reduce_left_over` has work to do.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Reductions:
         self._issued: list[Unit] = []
         self._running: Unit | None = None
         self._failed = False
-        self._may_be_left_over = False
+        self.unsettled = False
         self._backwards = 0
         self._gathers = 0  # hash of the gathers since the ranks last agreed
         self.clock = 0
@@ -118,7 +119,7 @@ class Reductions:
         for unit in self._units:
             if not unit.reduces_now():
                 unit.leave_over()
-                self._may_be_left_over = True
+                self.unsettled = True
             elif unit.late:
                 unit.pack()
         reducing = [unit for unit in self._units if unit.reduces_now()]
@@ -133,9 +134,7 @@ class Reductions:
         Gradients that one rank alone has accumulated are never shown, stepped with or lost.
         """
         self.settle()
-        if not self._may_be_left_over:  # every read of a gradient comes here
-            return
-        self._may_be_left_over = False
+        self.unsettled = False
         left = [unit for unit in self._units if unit.has_left_over()]
         for unit in left:
             unit.reduce()
@@ -163,7 +162,7 @@ class Reductions:
 
     def abandon(self) -> None:
         """Note that a backward failed. Its reductions stay issued: `settle` will match them."""
-        self._failed = True
+        self._failed = self.unsettled = True
         self._running = None
 
     def settle(self) -> None:
