@@ -105,11 +105,16 @@ class Runtime:
             self.recover()
             self.reductions.settle()
             self.gathers.free_kept()
-        if unit.active == 0 or not unit.is_full():
-            self._open(unit, in_backward)
-        grad = torch.is_grad_enabled()
         autocast = torch.is_autocast_enabled(self.device.type)
         restore = self._switch_autocast_cache_off() if autocast else False
+        try:
+            if unit.active == 0 or not unit.is_full():
+                self._open(unit, in_backward)
+        except BaseException:
+            if restore:
+                torch.set_autocast_cache_enabled(True)
+            raise
+        grad = torch.is_grad_enabled()
         unit.active += 1
         self._depth += 1
         return Frame(grad, in_backward, grad and saved_tensors.push(self), restore)

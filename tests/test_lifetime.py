@@ -86,6 +86,7 @@ def warned_on_entry(rank: int, world: int) -> None:
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="expected no autocast"):
             pair.sharded(x)
+    assert states(pair.sharded) == {"SHARDED"}
     with torch.no_grad():
         assert_close(pair.sharded(x), pair.plain(x), "output")
     assert states(pair.sharded) == {"SHARDED"}
