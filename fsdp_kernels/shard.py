@@ -15,15 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.utils._pytree import tree_map_only
 
 from fsdp_kernels._environment import note_comm
-from fsdp_kernels._wrap import (
-    Plan,
-    UnitSpec,
-    build_units,
-    find_units,
-    pick_comm,
-    plan_units,
-    sync_buffers,
-)
+from fsdp_kernels._unit_plan import Plan, UnitSpec, find_units, plan_units
+from fsdp_kernels._wrap import build_units, pick_comm, sync_buffers
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.full_params import open_full_params

@@ -63,6 +63,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     ),
     4: (
         "fsdp_kernels._sharded_adam",
+        "fsdp_kernels._unit_plan",
         "fsdp_kernels._wrap",
         "fsdp_kernels.backward",
         "fsdp_kernels.gathers",
@@ -100,6 +101,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.grads",
         "fsdp_kernels.pool",
     ),
+    "fsdp_kernels._wrap": ("fsdp_kernels._unit_plan",),
     "fsdp_kernels.gathers": ("fsdp_kernels.reductions",),
     "fsdp_kernels.backward": ("fsdp_kernels.gathers", "fsdp_kernels.reductions"),
     "fsdp_kernels.runtime": (
