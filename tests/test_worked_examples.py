@@ -97,7 +97,7 @@ def mean_gradient(rank: int, world: int) -> None:
     assert layer.weight.grad.full_tensor().item() == 2.0
     before = layer.weight.full_tensor()
     torch.optim.SGD(layer.parameters(), lr=1.0).step()
-    assert (before - layer.weight.full_tensor()).item() == 2.0
+    assert torch.equal(layer.weight.full_tensor(), before - 2.0)
     assert dist.get_world_size() == 2
 
 
