@@ -19,7 +19,7 @@ from fsdp_kernels.streams import Event, Streams
 
 _use_count = torch._C._storage_Use_Count
 _nbytes = attrgetter("nbytes")
-_YIELDS = 300  # tenths of a millisecond to wait, once, for whoever holds a slot
+_YIELDS = 1000  # tenths of a millisecond to wait, once, for whoever holds a slot
 _PATIENCE = 2  # further times that memory is short before a held slot is let go
 _POISON = os.environ.get("FSDP_KERNELS_DEBUG") == "1"
 
@@ -173,8 +173,8 @@ class Pool:
                 self._add_free(held.slot)
             if not self._held or self._fitting(nbytes) < len(self._free):
                 return
-            if all(held.checks for held in self._held):
-                break  # waited for before
+            if self._warned or all(held.checks for held in self._held):
+                break  # waited for before, or in a program that holds slots for long
             time.sleep(1e-4)
         for held in self._held:
             held.checks += 1
