@@ -119,11 +119,6 @@ class Pool:
         self._held: list[_Held] = []
         self._warned = False
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the slots that have an owner."""
-        return sum(slot.nbytes for slot in self._used)
-
     def take(self, owner: str, nbytes: int) -> Slot:
         """Take a slot of at least `nbytes` bytes for `owner`."""
         if self._held:
