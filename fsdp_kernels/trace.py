@@ -3,12 +3,16 @@
 
 A label reads `fk.gather[layers.3/0]`: verb, unit path, bucket index. The same string stands in
 profiler traces, in errors and, without its brackets, in recorded schedules.
+
+A recorded schedule also has a `log`: which buffers each operation reads and writes on which stream,
+and which events streams record and wait for. From it a test derives what is ordered before what.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -51,11 +55,57 @@ class ScheduleEvent:
         return f"{self.verb} {_place(self.unit, self.bucket)}"
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """An operation on a stream, and the buffers that it touches.
+
+    Attributes:
+        label: What the operation is, such as `fk.pack[layers.3/0]`.
+        stream: `"compute"` (the first compute stream that was seen; others are `"compute#2"` and so
+            on), or the role of a collective's stream.
+        reads: Names of the buffers that it reads, such as `params slot 1`.
+        writes: Names of those that it writes. Memory that is allocated or let go counts as written
+            on the stream of its allocation: whoever gets it next on that stream may write at once.
+    """
+
+    label: str
+    stream: str
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A stream's present position was marked by an event."""
+
+    stream: str
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A stream was told to start nothing further before an event."""
+
+    stream: str
+    event: int
+
+
+Entry = Access | Recorded | Waited
+
+
 class Schedule(list[ScheduleEvent]):
     """The events of one `record_schedule()`, in order.
 
     `str(schedule)` has one short form per line, for comparing with a literal list.
+
+    Attributes:
+        log: What was queued on which stream, in the order in which the host did it. Collectives and
+            waits are in it where the communicator has streams of its own.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Entry] = []
 
     def labels(self) -> list[str]:
         """Return every event's label, such as `fk.gather[layers.3/0]`."""
@@ -87,6 +137,9 @@ def record_schedule() -> Iterator[Schedule]:
     global _recorders
     schedule = Schedule()
     with _lock:
+        if not _recorders:
+            _compute_streams.clear()
+            _announced.clear()
         _recorders = (*_recorders, schedule)
     try:
         yield schedule
@@ -102,6 +155,95 @@ def emit(verb: str, unit: str, bucket: int | None = None) -> None:
         event = ScheduleEvent(verb, unit, bucket)
         for schedule in _recorders:
             schedule.append(event)
+
+
+# -- the log: what is ordered before what ---------------------------------------------------------
+
+_compute_streams: dict[int, str] = {}
+_announced: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+_own_events = itertools.count(1)
+
+
+def recording() -> bool:
+    """Whether anybody records; ask before making the names of buffers, which costs more."""
+    return bool(_recorders)
+
+
+def compute_stream(handle: int) -> str:
+    """Return the name of a compute stream, which the handle tells apart from others."""
+    name = _compute_streams.get(handle)
+    if name is None:
+        count = len(_compute_streams)
+        name = _compute_streams[handle] = f"compute#{count + 1}" if count else "compute"
+    return name
+
+
+def new_event() -> int:
+    """Return the number of an event that is not a communicator's: those are positive."""
+    return -next(_own_events)
+
+
+def access(
+    label: str, stream: str, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
+) -> None:
+    """Note an operation that was queued on a stream."""
+    _log(Access(label, stream, reads, writes))
+
+
+def recorded(stream: str, event: int) -> None:
+    """Note that an event marks a stream's present position."""
+    _log(Recorded(stream, event))
+
+
+def waited(stream: str, event: int) -> None:
+    """Note that a stream waits for an event."""
+    _log(Waited(stream, event))
+
+
+def announce(label: str, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
+    """Say what the next collective with a label reads and writes: its backend sees only tensors."""
+    if _recorders:
+        _announced[label] = (reads, writes)
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A collective as its backend has issued it.
+
+    Attributes:
+        label: The collective's label.
+        stream: The stream that it runs on.
+        started: The event of the compute stream that it waits for.
+        done: The event that marks its end.
+    """
+
+    label: str
+    stream: str
+    started: int
+    done: int
+
+
+def collectives(compute: str, issued: Sequence[Issued]) -> None:
+    """Note collectives that were issued together: one alone, or a group that shares its events.
+
+    Args:
+        compute: The compute stream whose work they wait for.
+        issued: At least one.
+    """
+    for started in dict.fromkeys(one.started for one in issued):
+        recorded(compute, started)
+    for stream, start in dict.fromkeys((one.stream, one.started) for one in issued):
+        waited(stream, start)
+    for one in issued:
+        reads, writes = _announced.pop(one.label, ((), ()))
+        access(one.label, one.stream, reads, writes)
+    for stream, done in dict.fromkeys((one.stream, one.done) for one in issued):
+        recorded(stream, done)
+
+
+def _log(entry: Entry) -> None:
+    for schedule in _recorders:
+        schedule.log.append(entry)
 
 
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
