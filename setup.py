@@ -31,9 +31,10 @@ FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-er
 
 
 class Cuda(NamedTuple):
-    """Where the CUDA toolkit's own root and the NCCL package lie."""
+    """Where the CUDA toolkit's own root, its libraries and the NCCL package lie."""
 
     home: str
+    lib: str
     nccl: str
 
 
@@ -55,13 +56,15 @@ def find_cuda(environ: Mapping[str, str]) -> Cuda | str:
     if mode == "skip":
         return "FSDP_KERNELS_CUDA=skip"
     home = toolkit_root(environ)
-    needed = [f"{home}/bin/nvcc", f"{home}/include/cuda_runtime.h"]
-    missing = [f"{file} (is CUDA_HOME the toolkit's root?)" for file in needed if not exists(file)]
+    lib = f"{home}/lib64" if exists(f"{home}/lib64") else f"{home}/lib"
+    needed = ["bin/nvcc", "include/cuda_runtime.h", f"{os.path.basename(lib)}/libcudart_static.a"]
+    absent = [f"{home}/{file}" for file in needed if not exists(f"{home}/{file}")]
+    missing = [f"{file} (is CUDA_HOME the toolkit's root?)" for file in absent]
     package = importlib.util.find_spec("nvidia")  # a namespace package: nothing of NCCL is imported
     places = (package and package.submodule_search_locations) or []
     nccl = next((f"{path}/nccl" for path in places if exists(f"{path}/nccl/include/nccl.h")), None)
     if nccl and not missing:
-        return Cuda(home, nccl)
+        return Cuda(home, lib, nccl)
     missing += [] if nccl else ["nccl.h (pip install nvidia-nccl-cu13; no build isolation)"]
     if mode == "require":
         sys.exit(f"FSDP_KERNELS_CUDA=require: cannot build without {', '.join(missing)}.")
@@ -77,10 +80,13 @@ def extensions(cuda: Cuda | str) -> list[Extension]:
 
     modules = [module("cpu", [], ["-pthread"])]
     if isinstance(cuda, Cuda):
+        # Hidden, so that no call lands in torch's copy: that one does not know our kernels.
+        runtime = [f"{cuda.lib}/libcudart_static.a", "-Wl,--exclude-libs,ALL"]
+        runtime += ["-pthread", "-ldl", "-lrt"]
         # The wheel has no libnccl.so link, hence the versioned name. When torch has loaded its own
         # copy, the loader takes that; the run path serves an import without it.
         paths = f"$ORIGIN/../nvidia/nccl/lib:{cuda.nccl}/lib"
-        link = [f"-L{cuda.nccl}/lib", "-l:libnccl.so.2", f"-Wl,-rpath,{paths}"]
+        link = [f"-L{cuda.nccl}/lib", "-l:libnccl.so.2", f"-Wl,-rpath,{paths}", *runtime]
         modules.append(module("nccl", [f"{cuda.home}/include", f"{cuda.nccl}/include"], link))
     return modules
 
