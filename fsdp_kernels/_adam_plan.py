@@ -99,6 +99,15 @@ class Plan:
         ]
         return masks[0] if len(masks) == 1 else torch.cat(masks)
 
+    def used_params(self) -> list[FlatShard]:
+        """Return the parameters that have a gradient; the host knows without asking the device."""
+        found = []
+        for b in self.buckets:
+            if b.bucket.shard_grads is not None:
+                used = b.bucket.grads.host_used()
+                found += [p for p in b.params if used[p.index]]
+        return found
+
 
 def check_sharded(groups: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raise RuntimeError, naming a parameter, unless all of the groups' are sharded."""

@@ -57,9 +57,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
 
     State lives in flat buffers, one set for each bucket, made at the first step in which the bucket
     has gradients; `state[p]` shows views of them. Write into these views, do not replace them. A
-    parameter without a gradient keeps its bytes, moments and step count; on CPU it also has no
-    entry in `state` until it first gets one (on CUDA telling would need a host read, so that all
-    parameters of a bucket get their entries together, with step 0).
+    parameter without a gradient keeps its bytes, moments and step count, and has no entry in
+    `state` until it first gets one.
 
     Low-precision parameters get an fp32 master, shown as `state[p]["master"]`. What the user writes
     into a parameter between two steps is what the next step starts from: elements whose master no
@@ -279,7 +278,7 @@ class ShardedAdamBase(torch.optim.Optimizer):
             self._coefs,
             decoupled=self._decoupled,
         )
-        self._enter_used(plan, active, used)
+        self._enter_used(plan)
         for b in active:
             bucket_scale = b.bucket.grad_scale
 
@@ -313,14 +312,12 @@ class ShardedAdamBase(torch.optim.Optimizer):
             self._flat[id(b.bucket)] = state
         return state
 
-    def _enter_used(self, plan: Plan, active: list[BucketPlan], used: Tensor) -> None:
+    def _enter_used(self, plan: Plan) -> None:
         """Give `state` an entry for every parameter that has its first gradient now."""
-        if len(self._entered) == len(plan.rows):
-            return
-        flags = used.tolist() if plan.device.type == "cpu" else [True] * len(plan.rows)
-        for p in chain.from_iterable(b.params for b in active):
-            if flags[plan.rows[p]] and p not in self._entered:
-                self._enter(plan, p)
+        if len(self._entered) < len(plan.rows):
+            for p in plan.used_params():
+                if p not in self._entered:
+                    self._enter(plan, p)
 
     def _enter(self, plan: Plan, p: FlatShard) -> None:
         state = self._state_of(plan.of_bucket[id(p.bucket)])

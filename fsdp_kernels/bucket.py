@@ -215,7 +215,6 @@ class Bucket:
         self._slot = slot
         self.full_params = slot.view(layout.full_numel, dtype)
         streams.wait("gather", slot.freed)
-        streams.wait("gather", streams.record("compute"))
         emit("gather", self.unit.name, self.index)
         self._gathered_version = self.version
         self._ticket = self.resources.comm.all_gather(

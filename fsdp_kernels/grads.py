@@ -10,6 +10,7 @@ to the whole bucket, once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +56,7 @@ class BucketGrads:
         self.trainable = -1
         self.agreed: Tensor = torch.zeros(n, dtype=torch.bool, device=bucket.device)
         self._cleared: set[int] = set()
-        self._host_used: list[bool] | None = None
+        self._host_used = [False] * n  # what `agreed` holds
         self._views: list[FlatShard] | None = None
         self._slot: Slot | None = None
         self.full_grads: Tensor | None = None
@@ -108,8 +109,6 @@ class BucketGrads:
         if self.full_grads is None or self.has_unpacked():
             self.pack()
         assert self.full_grads is not None
-        streams = bucket.resources.streams
-        streams.wait("reduce", streams.record("compute"))
         numel, dtypes = bucket.layout.shard_numel, bucket.dtypes
         if not self.present and dtypes.own == dtypes.reduce:
             self._target = self._storage()
@@ -187,10 +186,10 @@ class BucketGrads:
 
     # -- which parameters have a gradient ---------------------------------------------------------
 
-    def reduced(self) -> None:
-        """Note that what was pending has been reduced and that `agreed` has changed."""
+    def reduced(self, used: Sequence[bool]) -> None:
+        """Note that what was pending has been reduced and that `agreed` has these bits too."""
         self.pending = [False] * len(self.pending)
-        self._host_used = None
+        self._host_used = [a or b for a, b in zip(self._host_used, used, strict=True)]
 
     def used(self) -> Tensor:
         """bool [n_params], on the device."""
@@ -198,10 +197,8 @@ class BucketGrads:
         return self.agreed
 
     def host_used(self) -> list[bool]:
-        """The same on the host; on CUDA the first read after a backward waits for the device."""
+        """The same on the host."""
         self._apply_cleared()
-        if self._host_used is None:
-            self._host_used = self.agreed.tolist()
         return self._host_used
 
     def _apply_cleared(self) -> None:
@@ -209,12 +206,11 @@ class BucketGrads:
         if not self._cleared or not self.present:
             return
         for i in self._cleared:
-            self.agreed[i] = False
+            self.agreed[i] = self._host_used[i] = False
             fragment = self.bucket.params[i].fragment
             if self.shard_grads is not None:
                 self.shard_grads[fragment.shard_start : fragment.shard_stop].zero_()
         self._cleared.clear()
-        self._host_used = None
 
     # -- what p.grad shows ------------------------------------------------------------------------
 
@@ -223,8 +219,7 @@ class BucketGrads:
         self.bucket.runtime.finish()
         if not self.present or index in self._cleared:
             return None
-        used = self._host_used or self.host_used()
-        if not used[index]:
+        if not self.host_used()[index]:
             return None
         self.apply_scale()
         return self._exported()[index]
@@ -253,7 +248,7 @@ class BucketGrads:
         storage = self._storage()
         if not self.present:
             storage.zero_()
-            self.agreed.fill_(False)
+            self._forget_used()
             self.present = True
         else:
             self.apply_scale()
@@ -263,8 +258,7 @@ class BucketGrads:
         held = storage[fragment.shard_start : fragment.shard_stop]
         if value._local.data_ptr() != held.data_ptr() or value.dtype != held.dtype:
             held.copy_(value._local)
-        self.agreed[index] = True
-        self._host_used = None
+        self.agreed[index] = self._host_used[index] = True
 
     def _clear_pending(self, index: int) -> None:
         self.bucket.leaves[index].grad = None
@@ -301,8 +295,11 @@ class BucketGrads:
         self.present = False
         self.scale = 1.0
         self._cleared.clear()
+        self._forget_used()
+
+    def _forget_used(self) -> None:
         self.agreed.fill_(False)
-        self._host_used = None
+        self._host_used = [False] * len(self._host_used)
 
     def zero(self) -> None:
         """What `zero_grad(set_to_none=False)` does: gradients stay and become zero."""

@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from bisect import bisect_left, insort_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_kernels.streams import Event, Streams
+from fsdp_kernels.streams import Event, Place, Streams
 
 _use_count = torch._C._storage_Use_Count
 _nbytes = attrgetter("nbytes")
@@ -33,6 +34,7 @@ class Slot:
         pointer: Its address.
         owner: Label of the bucket that holds it, or None while it is free.
         freed: Event after which the next owner may write.
+        home: The stream that the memory was allocated on.
         own_holders: `holders()` when the present owner took it.
         views: The owners' typed views, kept as long as the slot lives, since making them costs host
             time; add to them with `keep`.
@@ -43,6 +45,7 @@ class Slot:
         "_kept",
         "buffer",
         "freed",
+        "home",
         "nbytes",
         "own_holders",
         "owner",
@@ -50,10 +53,11 @@ class Slot:
         "views",
     )
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.nbytes = nbytes
-        storage = self.buffer.untyped_storage()
+    def __init__(self, buffer: Tensor, home: Place | None) -> None:
+        self.buffer = buffer
+        self.home = home
+        self.nbytes = buffer.numel()
+        storage = buffer.untyped_storage()
         self.pointer = storage.data_ptr()
         self._count = partial(_use_count, storage._cdata)
         self.owner: str | None = None
@@ -107,11 +111,20 @@ class Pool:
     next owner would overwrite what that view shows. It waits apart. A backend's own thread may hold
     a finished collective's tensors for a moment, which is worth a short wait; a module that keeps a
     view, or saved-tensor hooks inside a unit, hold them for long, and then the pool lets it go.
+
+    Args:
+        allocate: Returns uint8 [nbytes], of undefined content.
+        streams: The streams that slots are used on.
+        symmetric: Whether all ranks must use the same slot at the same time. A slot that is held
+            on this rank is then an error, since another rank's would be reused.
     """
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._device = device
+    def __init__(
+        self, allocate: Callable[[int], Tensor], streams: Streams, *, symmetric: bool = False
+    ) -> None:
+        self._allocate = allocate
         self._streams = streams
+        self._symmetric = symmetric
         self._free: list[Slot] = []  # smallest first
         self._used: list[Slot] = []
         self.allocated_bytes = 0
@@ -128,8 +141,8 @@ class Pool:
             slot = self._free.pop(at)
         else:
             if self._free:
-                self.allocated_bytes -= self._free.pop().nbytes
-            slot = Slot(nbytes, self._device)
+                self._drop(self._free.pop())
+            slot = Slot(self._allocate(nbytes), self._streams.here())
             self.allocated_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         slot.claim(owner)
@@ -145,11 +158,24 @@ class Pool:
             )
         owner, slot.owner = slot.owner, None
         self._used.remove(slot)
-        slot.freed = self._streams.record("compute")
-        if slot.holders() > slot.own_holders:
-            self._held.append(_Held(slot, owner))
-        else:
+        slot.freed = self._streams.record()
+        if slot.holders() <= slot.own_holders:
             self._add_free(slot)
+            return
+        if self._symmetric:
+            self._drop(slot)
+            raise RuntimeError(
+                f"bucket '{owner}': expected nobody to hold its full parameters when they are "
+                "freed, got a view that is still alive (kept by a module, or saved by tensor hooks "
+                "inside the unit). Every rank must use the same memory here: keep a copy instead, "
+                "or use NcclOptions(registration='local')."
+            )
+        self._held.append(_Held(slot, owner))
+
+    def _drop(self, slot: Slot) -> None:
+        """Let a slot's memory go, on the stream that it came from."""
+        self.allocated_bytes -= slot.nbytes
+        self._streams.wait_at(slot.home, slot.freed)
 
     def _fitting(self, nbytes: int) -> int:
         return bisect_left(self._free, nbytes, key=_nbytes)
@@ -179,7 +205,7 @@ class Pool:
 
     def _let_go(self, slot: Slot, owner: str) -> None:
         """Leave a slot to whoever holds a view of it."""
-        self.allocated_bytes -= slot.nbytes
+        self._drop(slot)
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.comm.base import Comm
@@ -62,8 +61,8 @@ class Reductions:
         """Lay the buckets' bits side by side, after units were adopted; deadlines are void then."""
         parts = [bucket.grads.agreed for bucket in self._buckets]
         self.agreed = torch.cat([torch.zeros(0, dtype=torch.bool, device=device), *parts])
-        sizes = [part.numel() for part in parts]
-        for bucket, agreed in zip(self._buckets, torch.split(self.agreed, sizes), strict=True):
+        split = torch.split(self.agreed, self._bits())
+        for bucket, agreed in zip(self._buckets, split, strict=True):
             bucket.grads.agreed = agreed
         for unit in self._units:
             unit.deadline = -1
@@ -174,12 +173,10 @@ class Reductions:
         if not self._failed:
             return
         self._failed = False
-        issued = torch.tensor(
-            [float(len(self._issued))], dtype=torch.float64, device=self.agreed.device
-        )
-        self._comm.all_reduce(issued, "max", label=label("agree", "failed backward")).wait()
+        issued = torch.tensor([len(self._issued)], dtype=torch.float64)
+        most = int(self._comm.agree(issued, label=label("agree", "failed backward")).item())
         # A rank may be behind by units that were complete on another and due: the next in line.
-        for _ in range(int(issued.item()) - len(self._issued)):
+        for _ in range(most - len(self._issued)):
             unit = self._queue.popleft()
             unit.reduce()
             self._issued.append(unit)
@@ -190,7 +187,7 @@ class Reductions:
     # -- what the ranks agree on ------------------------------------------------------------------
 
     def _agree(self, reduced: Sequence[Unit]) -> list[Unit]:
-        """One small all-reduce at the end; returns the units to be reduced once more.
+        """One small exchange between the hosts; returns the units to be reduced once more.
 
         Its words are, under a maximum: a bit for each parameter (used), for each unit whether a
         gradient came late and when the last one came, and two numbers with their negatives, which
@@ -198,7 +195,7 @@ class Reductions:
         hash of the gathers since the last one.
         """
         buckets = {bucket for unit in reduced for bucket in unit.buckets}
-        bits: list[float] = []
+        bits: list[bool] = []
         for bucket in self._buckets:
             pending = bucket.grads.pending
             bits.extend(pending if bucket in buckets else [False] * len(pending))
@@ -206,22 +203,25 @@ class Reductions:
         same = [self._backwards, self._gathers]
         late = [unit.late for unit in self._units]
         arrivals = [unit.last_arrival for unit in self._units]
+        # NOTE: words of the hosts, agreed between the hosts: a late bit or a deadline decides what
+        # the host issues next, and to read it from the device would drain the device's queue.
         words = torch.tensor(
-            [*bits, *late, *arrivals, *same, *(-number for number in same)],
-            dtype=torch.float64,
-            device=self.agreed.device,
+            [*bits, *late, *arrivals, *same, *(-number for number in same)], dtype=torch.float64
         )
-        self._comm.all_reduce(words, "max", label=label("agree", "used parameters")).wait()
-        self.agreed |= words[: len(bits)] > 0
-        for bucket in buckets:
-            bucket.grads.reduced()
-        return self._read(words[len(bits) :], reduced)
+        words = self._comm.agree(words, label=label("agree", "used parameters"))
+        used = words[: len(bits)] > 0
+        self.agreed |= used.to(self.agreed.device, non_blocking=True)
+        for bucket, agreed in zip(self._buckets, torch.split(used, self._bits()), strict=True):
+            if bucket in buckets:
+                bucket.grads.reduced(agreed.tolist())
+        return self._read(words[len(bits) :].tolist(), reduced)
 
-    def _read(self, words: Tensor, reduced: Sequence[Unit]) -> list[Unit]:
+    def _bits(self) -> list[int]:
+        """Number of parameters of each bucket."""
+        return [bucket.grads.agreed.numel() for bucket in self._buckets]
+
+    def _read(self, numbers: list[float], reduced: Sequence[Unit]) -> list[Unit]:
         count = len(self._units)
-        # NOTE: the one host read of a backward. A deadline or a late bit decides what the host
-        # issues next, and that must be the same on every rank.
-        numbers = words.tolist()
         late, arrivals, checks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         self._check_same(checks)
         self._gathers = 0

@@ -10,7 +10,7 @@ reduced at a point that all ranks share (`reductions.py`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ from fsdp_kernels.gathers import Gathers
 from fsdp_kernels.pool import Pool
 from fsdp_kernels.reductions import Reductions
 from fsdp_kernels.schedule import Order
-from fsdp_kernels.streams import HostStreams, Streams
 from fsdp_kernels.trace import emit
 from fsdp_kernels.unit import Unit
 
@@ -54,12 +53,17 @@ class Runtime:
         reductions: When gradients are reduced, and what the ranks agree on.
     """
 
-    def __init__(self, comm: Comm, device: torch.device, streams: Streams | None = None) -> None:
+    def __init__(self, comm: Comm, device: torch.device) -> None:
         self.comm = comm
-        self.streams: Streams = streams or HostStreams()
-        self.resources = Resources(
-            comm, self.streams, Pool(device, self.streams), Pool(device, self.streams)
-        )
+        streams = comm.streams(device)
+
+        def allocate(collective: bool) -> Callable[[int], Tensor]:
+            return lambda nbytes: comm.allocate(nbytes, device, collective=collective)
+
+        # Units are gathered in one order on every rank; gradients are packed as they come.
+        params = Pool(allocate(True), streams, symmetric=comm.symmetric)
+        grads = Pool(allocate(False), streams)
+        self.resources = Resources(comm, streams, params, grads)
         self.device = device
         self.saved = 0
         self.units: list[Unit] = []

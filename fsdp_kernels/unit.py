@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
 
@@ -32,6 +33,9 @@ _LEGAL: dict[State, frozenset[State]] = {
     State.GATHERING: frozenset({State.FULL, State.SHARDED}),
     State.FULL: frozenset({State.SHARDED}),
 }
+
+
+_ALONE = nullcontext()
 
 
 class Unit:
@@ -132,10 +136,14 @@ class Unit:
     def gather(self) -> None:
         """Issue the gathers of all buckets."""
         self._move(State.GATHERING)
-        for bucket in self.buckets:
-            bucket.sync_requires_grad()
-            bucket.gather()
-            self.runtime.gathers.claim(bucket)
+        with self._grouped(self.buckets):
+            for bucket in self.buckets:
+                bucket.sync_requires_grad()
+                bucket.gather()
+                self.runtime.gathers.claim(bucket)
+
+    def _grouped(self, buckets: list[Bucket]) -> AbstractContextManager[object]:
+        return self.runtime.comm.grouped() if len(buckets) > 1 else _ALONE
 
     def wait(self) -> None:
         """Make the parameters readable on the current stream."""
@@ -238,8 +246,10 @@ class Unit:
     def reduce(self) -> None:
         """Issue the reductions of everything pending, zeros where no gradient came."""
         self._reducing = True
-        for bucket in self.reduced_buckets():
-            bucket.grads.reduce()
+        buckets = self.reduced_buckets()
+        with self._grouped(buckets):
+            for bucket in buckets:
+                bucket.grads.reduce()
 
     def finish_reduce(self) -> None:
         """Wait for the reductions; the shards' gradients are then accumulated."""

@@ -87,6 +87,18 @@ class CommContract:
         results = self.run(world, check_all_reduce_and_broadcast)
         assert all(same_bytes(result, results[0]) for result in results)
 
+    @pytest.mark.parametrize("world", [1, 2, 3])
+    def test_grouped(self, world: int) -> None:
+        self.run(world, check_grouped)
+
+    @pytest.mark.parametrize("world", WORLDS)
+    def test_hosts_agree_on_the_maximum(self, world: int) -> None:
+        self.run(world, check_agree)
+
+    @pytest.mark.parametrize("world", [1, 2])
+    def test_allocated_memory_is_memory(self, world: int) -> None:
+        self.run(world, check_allocate)
+
     def test_gather_of_ab_and_cd_gives_abcd(self) -> None:
         shards = [[1.0, 2.0], [3.0, 4.0]]
         assert self.run(2, gather_lists, shards) == [[1.0, 2.0, 3.0, 4.0]] * 2
@@ -240,6 +252,63 @@ def check_all_reduce_and_broadcast(comm: Comm, device: str) -> torch.Tensor:
     scalar = torch.tensor(0.1 * (comm.rank + 1), device=device)
     comm.all_reduce(scalar, label=label).wait()  # not exact: every rank must round alike
     return scalar.cpu()
+
+
+def check_grouped(comm: Comm, device: str) -> None:
+    """Collectives of two kinds and several dtypes in one group; a failed group leaves no trace."""
+    comm.prepare_reductions()
+    dtypes = (torch.float32, torch.bfloat16, torch.int32)
+    for _ in range(2):
+        moved, summed, tickets = [], [], []
+        with comm.grouped():
+            for i, dtype in enumerate(dtypes):
+                label = f"fk.gather[layers.0/{i}]"
+                shards = [random_bytes(33 + i, dtype, seed=rank) for rank in range(comm.world)]
+                full = poisoned(comm.world * (33 + i), dtype, device)
+                mine = shards[comm.rank].to(device)
+                tickets.append(comm.all_gather(full, mine, label=label))
+                moved.append((full, torch.cat([s.view(torch.uint8) for s in shards])))
+                fulls = [small_integers(comm.world * 8, dtype, rank) for rank in range(comm.world)]
+                shard, sent = poisoned(8, dtype, device), fulls[comm.rank].to(device)
+                tickets.append(comm.reduce_scatter(shard, sent, label=f"fk.reduce[layers.0/{i}]"))
+                own = slice(comm.rank * 8, (comm.rank + 1) * 8)
+                summed.append((shard, torch.stack(fulls).sum(0).to(dtype)[own]))
+        for ticket in tickets:
+            ticket.wait()
+        for full, expected in moved:
+            assert same_bytes(full.view(torch.uint8), expected)
+        for shard, expected in summed:
+            assert torch.equal(shard.cpu(), expected)
+    with pytest.raises(ValueError, match="world x shard"), comm.grouped():
+        comm.all_gather(torch.zeros(3, device=device), torch.zeros(2, device=device), label="fk.x")
+
+
+def check_agree(comm: Comm, device: str) -> None:
+    comm.prepare_reductions()
+    for _ in range(2):
+        mine = torch.tensor(
+            [float(comm.rank), -float(comm.rank), 0.0, 2.0**40], dtype=torch.float64
+        )
+        agreed = comm.agree(mine, label="fk.agree[used parameters]")
+        assert agreed.device.type == "cpu"
+        assert agreed.tolist() == [comm.world - 1.0, 0.0, 0.0, 2.0**40]
+        assert mine.tolist() == values, "it wrote to the caller's words"
+    assert comm.agree(mine[:0], label="fk.agree[nothing]").tolist() == []
+
+
+def check_allocate(comm: Comm, device: str) -> None:
+    on = torch.device(device)
+    buffers = [comm.allocate(n, on, collective=c) for n in (1, 4096, 0) for c in (True, False)]
+    for i, buffer in enumerate(buffers):
+        assert (buffer.dtype, buffer.dim(), buffer.device.type) == (torch.uint8, 1, on.type)
+        buffer.fill_(i)
+    for i, buffer in enumerate(buffers):
+        assert buffer.unique().tolist() == ([i] if buffer.numel() else []), "two share memory"
+    assert [b.numel() for b in buffers] == [1, 1, 4096, 4096, 0, 0]
+    full = comm.allocate(64 * comm.world, on, collective=True).view(torch.float32)
+    shard = torch.full((16,), float(comm.rank), device=device)
+    comm.all_gather(full, shard, label="fk.gather[a/0]").wait()
+    assert full.view(comm.world, 16)[:, 0].tolist() == list(range(comm.world))
 
 
 def check_several_at_once(comm: Comm, device: str) -> None:

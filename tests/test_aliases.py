@@ -178,6 +178,10 @@ def test_normal_training_never_warns(world: int) -> None:
     run_ranks(quiet, world)
 
 
+def _allocate(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 def aliased(pool: Pool, owner: str) -> tuple[Slot, Tensor]:
     """Take a slot, keep a view of it, and give it back."""
     slot = pool.take(owner, 64)
@@ -187,7 +191,7 @@ def aliased(pool: Pool, owner: str) -> tuple[Slot, Tensor]:
 
 
 def test_a_slot_is_reused_as_soon_as_nobody_holds_it() -> None:
-    pool = Pool(torch.device("cpu"), HostStreams())
+    pool = Pool(_allocate, HostStreams())
     slot, alias = aliased(pool, "a")
     other = pool.take("b", 64)
     assert other is not slot
@@ -197,7 +201,7 @@ def test_a_slot_is_reused_as_soon_as_nobody_holds_it() -> None:
 
 
 def test_a_slot_that_is_held_for_long_is_let_go() -> None:
-    pool = Pool(torch.device("cpu"), HostStreams())
+    pool = Pool(_allocate, HostStreams())
     slot, alias = aliased(pool, "a")
     with pytest.warns(UserWarning, match="bucket 'a': expected nobody to hold"):
         taken = [pool.take("b", 64) for _ in range(40)]
@@ -208,3 +212,14 @@ def test_a_slot_that_is_held_for_long_is_let_go() -> None:
     assert pool.allocated_bytes == 40 * 64
     del alias
     assert pool.take("c", 64) is not slot
+
+
+def test_a_held_slot_is_an_error_where_all_ranks_must_use_the_same() -> None:
+    pool = Pool(_allocate, HostStreams(), symmetric=True)
+    message = r"bucket 'a': expected nobody to hold .* keep a copy instead, or use NcclOptions"
+    with pytest.raises(RuntimeError, match=message):
+        aliased(pool, "a")
+    assert pool.allocated_bytes == 0
+    slot = pool.take("b", 64)  # and the pool still works
+    pool.give_back(slot)
+    assert pool.take("c", 64) is slot

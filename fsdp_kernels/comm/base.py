@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from typing import Literal, NoReturn, Protocol, runtime_checkable
 
 import torch
+
+from fsdp_kernels.streams import Streams
 
 ReduceName = Literal["sum", "max", "min"]
 
@@ -63,11 +66,36 @@ class Comm(Protocol):
         name: The backend's name, such as "process_group".
         rank: This rank within the group.
         world: Number of ranks in the group.
+        symmetric: Whether peers address one another's full buffers, so that a gather must fill the
+            same pool slot on every rank.
     """
 
     name: str
     rank: int
     world: int
+    symmetric: bool
+
+    def streams(self, device: torch.device) -> Streams:
+        """Return the streams that the collectives on a device's tensors run on."""
+        ...
+
+    def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
+        """Return uint8 [nbytes], undefined content, for full parameters or full gradients.
+
+        Args:
+            nbytes: Number of bytes.
+            device: Where.
+            collective: Whether every rank allocates the same at this point of its program.
+        """
+        ...
+
+    def grouped(self) -> AbstractContextManager[object]:
+        """Return a context in which gathers and reductions are collected and issued together.
+
+        They start when it is left, after the work queued on the current stream by then; tickets
+        may be waited on afterwards. An exception inside drops all of them.
+        """
+        ...
 
     def prepare_reductions(self) -> None:
         """Give reduce-scatters an order of their own from now on (collective; again does nothing).
@@ -99,6 +127,13 @@ class Comm(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, *, src: int = 0, label: str) -> Ticket:
         """Replace `tensor`, of any shape and dtype, by that of rank `src` of the group."""
+        ...
+
+    def agree(self, words: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Return the maximum over the ranks of float64 `words` that the host holds, to the host.
+
+        Waits for the other ranks' hosts; for the device only where no channel joins the hosts.
+        """
         ...
 
     def barrier(self, label: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fsdp_kernels.comm.base import (
     check_src,
     collective_error,
 )
+from fsdp_kernels.streams import CudaStreams, HostStreams, Streams
 
 # torch 2.13 renamed both and warns at the old names; older ones have only those. Nothing else in
 # the package may name either.
@@ -73,8 +75,22 @@ class ProcessGroupComm:
         assert resolved is not None  # is_initialized said so
         self._group: dist.ProcessGroup | None = resolved
         self._reduce_group: dist.ProcessGroup | None = None
+        self.symmetric = False
         self._gloo_on_cpu = _backend_of(resolved, "cpu") == "gloo"
+        self._joins_hosts = _backend_of(resolved, "cpu") != ""
         self._scratch = _Scratch()
+
+    def streams(self, device: torch.device) -> Streams:
+        """Return streams without roles: torch orders its own against the current one."""
+        return CudaStreams() if device.type == "cuda" else HostStreams()
+
+    def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
+        """Return memory of torch's own allocator; see `Comm`."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def grouped(self) -> AbstractContextManager[object]:
+        """Change nothing: torch groups only collectives of one kind."""
+        return nullcontext()
 
     def prepare_reductions(self) -> None:
         """Make the group that reduce-scatters run on from now on (collective); see `Comm`."""
@@ -149,6 +165,14 @@ class ProcessGroupComm:
         except RuntimeError as error:
             raise collective_error("broadcast", label, self, error) from error
         return _WorkTicket(label, "broadcast", self, work, (tensor,))
+
+    def agree(self, words: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Return the maximum over the ranks of words that the host holds; see `Comm`."""
+        group = self._group or self._refuse_closed(label)
+        on_device = not self._joins_hosts and _backend_of(group, "cuda") != ""
+        moved = words.cuda() if on_device else words.clone()
+        self.all_reduce(moved, "max", label=label).wait()
+        return moved.cpu()
 
     def barrier(self, label: str) -> None:
         """Return once every rank has called this."""

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend `comm=None` means and why, and backends by name."""
+
+from __future__ import annotations
+
+import weakref
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fsdp_kernels import _ext
+from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.comm.nccl import NcclComm
+from fsdp_kernels.comm.process_group import ProcessGroupComm
+
+NAMES = ("process_group", "nccl")
+
+_OLDEST_NCCL, _NEWEST_TESTED_NCCL = 22700, 23099
+
+# One communicator for each group and device, whatever the number of `fully_shard` calls: each costs
+# two connections to every rank, and device memory. It lives as long as its group, which ends at the
+# same point of every rank's program; by the garbage collector's clock, ranks would disagree on
+# whether there is one.
+_nccl_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, NcclComm]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Choice(NamedTuple):
+    """A backend's name, why it is that one, and whether a faster one is missing."""
+
+    name: str
+    reason: str
+    lacking: bool = False
+
+
+def choose(device_type: str) -> Choice:
+    """Return what `comm=None` means for tensors on a type of device. Loads libnccl for "cuda"."""
+    if device_type != "cuda":
+        return Choice("process_group", f"the only backend for tensors on {device_type}")
+    module = _ext.load("_nccl")
+    if not isinstance(module, ModuleType):
+        return Choice("process_group", f"the NCCL module is {module}", lacking=True)
+    version = module.runtime_version()
+    if version < _OLDEST_NCCL:
+        reason = f"NCCL {dotted(version)} is loaded, {nccl_range(version)}"
+        return Choice("process_group", reason, lacking=True)
+    if not dist.is_available() or not dist.is_gloo_available():
+        reason = "this torch has no gloo, which NcclComm joins the hosts with"
+        return Choice("process_group", reason, lacking=True)
+    return Choice("nccl", f"built, and NCCL {dotted(version)} is loaded")
+
+
+def dotted(version: int) -> str:
+    """Spell NCCL's number (23007) as a version ("2.30.7")."""
+    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
+
+
+def nccl_range(version: int) -> str:
+    """Say whether NCCL's number lies in the range that `NcclComm` serves."""
+    if version < _OLDEST_NCCL:
+        return "too old: 2.27 or later is needed"
+    if version > _NEWEST_TESTED_NCCL:
+        return "newer than any that was tested (2.27 to 2.30)"
+    return "in the tested range (2.27 to 2.30)"
+
+
+def make(name: str, group: dist.ProcessGroup | None, device: torch.device) -> Comm:
+    """Return the backend of a name over a group's ranks (collective).
+
+    Args:
+        name: One of `NAMES`.
+        group: The ranks; None is the default group.
+        device: Where the tensors are.
+
+    Raises:
+        RuntimeError: The backend is not there; the message says what to do.
+    """
+    if name == "process_group":
+        return ProcessGroupComm(group)
+    known = group if group is not None else dist.group.WORLD
+    of_group = _nccl_comms.get(known, {}) if known is not None else {}
+    made = of_group.get(device)
+    if made is None or made.closed:
+        made = NcclComm(group, device=device)
+        if known is not None:
+            _nccl_comms.setdefault(known, {})[device] = made
+    return made
