@@ -286,14 +286,13 @@ def check_grouped(comm: Comm, device: str) -> None:
 def check_agree(comm: Comm, device: str) -> None:
     comm.prepare_reductions()
     for _ in range(2):
-        mine = torch.tensor(
-            [float(comm.rank), -float(comm.rank), 0.0, 2.0**40], dtype=torch.float64
-        )
+        values = [float(comm.rank), -float(comm.rank), 0.0, 2.0**40]
+        mine = torch.tensor(values, dtype=torch.float64)
         agreed = comm.agree(mine, label="fk.agree[used parameters]")
         assert agreed.device.type == "cpu"
         assert agreed.tolist() == [comm.world - 1.0, 0.0, 0.0, 2.0**40]
         assert mine.tolist() == values, "it wrote to the caller's words"
-    assert comm.agree(mine[:0], label="fk.agree[nothing]").tolist() == []
+    assert comm.agree(torch.zeros(0, dtype=torch.float64), label="fk.agree[a]").tolist() == []
 
 
 def check_allocate(comm: Comm, device: str) -> None:
