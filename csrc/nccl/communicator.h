@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two NCCL communicators of the same ranks, each on a stream of its own: one for gathers, one for
+// reductions, because one communicator runs its work in order whatever the streams are.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "nccl/api.h"
+#include "nccl/memory.h"
+#include "nccl/ticket.h"
+
+namespace fk::nccl {
+
+struct Options {
+  int rank = 0, world = 1, device = 0;
+  std::string name = "nccl";  // in messages, and in NCCL's own log
+  double timeout_s = 600;     // from the issue of a collective to its completion
+  double init_timeout_s = 600;
+  bool blocking = false;
+  int min_ctas = 0, max_ctas = 0;  // 0: NCCL's default
+  int cta_policy = -1;             // NCCL_CTA_POLICY_*; -1: NCCL's default
+  Registration registration = Registration::kLocal;
+};
+
+class Communicator {
+ public:
+  using TicketPtr = std::shared_ptr<Ticket>;
+
+  // Returns when all ranks have joined; throws std::runtime_error after init_timeout_s.
+  Communicator(const Api& api, const Options& options, const std::string& unique_id);
+  ~Communicator();  // aborts what is open
+  Communicator(const Communicator&) = delete;
+  Communicator& operator=(const Communicator&) = delete;
+
+  // Makes the second communicator. Until then reductions run on the first, and on its stream.
+  void open_reductions(const std::string& unique_id);
+  bool has_reductions() const;
+
+  cudaStream_t gather_stream() const;
+  cudaStream_t reduce_stream() const;
+
+  // Each runs after what is on the `compute` stream now. The memory must stay as it is until the
+  // ticket was waited on. In place where NCCL calls it so: `shard` is this rank's slot of `full`.
+  TicketPtr all_gather(const std::string& label, void* full, const void* shard, size_t shard_nbytes,
+                       cudaStream_t compute);
+  TicketPtr reduce_scatter(const std::string& label, void* shard, const void* full,
+                           size_t shard_numel, ncclDataType_t dtype, cudaStream_t compute);
+  // These two always run with the gathers: after a backward that failed on some rank, reductions
+  // may be unmatched, and what ranks agree with must not pair up with them.
+  TicketPtr all_reduce(const std::string& label, void* data, size_t numel, ncclDataType_t dtype,
+                       ncclRedOp_t op, cudaStream_t compute);
+  TicketPtr broadcast(const std::string& label, void* data, size_t nbytes, int src,
+                      cudaStream_t compute);
+
+  // Collectives called in between are issued together by end_group, after what is on its `compute`
+  // stream then; in the order of the calls, gathers before reductions.
+  void begin_group();
+  void end_group(cudaStream_t compute);
+  void cancel_group() noexcept;  // what was queued is dropped: its tickets throw
+
+  // Null where NCCL's allocator gives none; messages say why. `collective`: every rank allocates
+  // the same at this point, which symmetric registration needs (others get the local one).
+  std::shared_ptr<Buffer> allocate(size_t nbytes, bool collective);
+
+  // What was done otherwise than asked for, each once, since the last call.
+  std::vector<std::string> take_messages();
+
+  std::string failure() const;  // empty: none
+
+  // Ends all work on the device that is not through. Later calls throw a text with `why`.
+  void abort(const std::string& why);
+
+  // Waits for the work in flight and for the peers, within limits. A second call does nothing.
+  void close() noexcept;
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+};
+
+}  // namespace fk::nccl

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a communicator shares with the tickets and the buffers that may outlive it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+
+#include "nccl/api.h"
+#include "nccl/errors.h"
+
+namespace fk::nccl {
+
+struct Context {
+  Context(const Api& table, int which_device, int which_rank, int ranks, std::string label);
+
+  // A forked child has neither the watchdog's thread nor a usable CUDA context, and its copies of
+  // the mutexes may be locked for ever: it must touch nothing, and free nothing.
+  bool forked() const;
+
+  const Api& api;
+  const int device, rank, world;
+  const std::string name;
+  const pid_t owner;
+  Failure failure;
+};
+
+// Makes the device current, and the one that was current again.
+// NOTE: restoring a device on which this process has no context makes one there, several hundred
+// MB. Callers make their rank's device the current one, so that nothing is switched.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const Context& context);  // throws what check() throws
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  const Api& api_;
+  int previous_ = -1;
+};
+
+}  // namespace fk::nccl
