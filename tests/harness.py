@@ -60,35 +60,53 @@ class Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, fresh: bool = False
 ) -> list[Any]:  # of what `fn` returned, in rank order
     """Call `fn(rank, world, *args)` on `world` forked ranks and return their results.
 
     The first failure is raised here, with the rank's own type and traceback, and the other ranks
-    are killed. No process outlives the call. Results must pickle.
+    are killed. No process outlives the call. Results must pickle; with `fresh`, for ranks that use
+    CUDA, so must `fn` and `args`: the ranks then inherit nothing of this process, CUDA included.
 
     Raises:
         TimeoutError: After `timeout` seconds; the message has the Python stacks of the slow ranks.
     """
-    outcomes = _run(fn, world, args, timeout, stop_at_failure=True)
+    outcomes = _run((fn, args), world, timeout, stop_at_failure=True, fresh=fresh)
     return [outcome.value for outcome in outcomes]
 
 
 def run_ranks_outcomes(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60
+    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, fresh: bool = False
 ) -> list[Outcome]:
     """Do the same, but let every rank end by itself and return what became of each.
 
     For tests in which a rank is meant to fail or die.
     """
-    return _run(fn, world, args, timeout, stop_at_failure=False)
+    return _run((fn, args), world, timeout, stop_at_failure=False, fresh=fresh)
+
+
+def _context(fresh: bool) -> Any:
+    """Return how to start a rank: by a fork of this process, unless CUDA forbids that.
+
+    A process that has used CUDA cannot be forked. The fork server is a process of its own that has
+    imported torch and never uses CUDA: from it a rank starts in a fraction of a second, too.
+    """
+    if not fresh and not _cuda_is_live():
+        return mp.get_context("fork")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "pytest", "fsdp_kernels"])
+    return context
 
 
 def _run(
-    fn: Callable[..., Any], world: int, args: tuple[Any, ...], timeout: float, stop_at_failure: bool
+    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    world: int,
+    timeout: float,
+    *,
+    stop_at_failure: bool,
+    fresh: bool,
 ) -> list[Outcome]:
-    # A process that has a live CUDA context cannot be forked; starting afresh costs seconds.
-    context: Any = mp.get_context("spawn" if _cuda_is_live() else "fork")
+    context = _context(fresh)
     ranks: list[tuple[BaseProcess, Connection]] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         collecting = gc.isenabled()
@@ -98,7 +116,7 @@ def _run(
                 ours, theirs = context.Pipe()
                 setup = (rank, world, timeout, folder)
                 process = context.Process(
-                    target=_rank_main, args=(setup, theirs, fn, args), daemon=True
+                    target=_rank_main, args=(setup, theirs, *call), daemon=True
                 )
                 process.start()
                 theirs.close()  # so that the rank's death reads as the end of the pipe

@@ -9,6 +9,7 @@ import os
 import time
 from typing import Any, ClassVar
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,6 +34,29 @@ def _sum(rank: int, world: int, start: int) -> tuple[int, int, float, int]:
 def test_results_come_in_rank_order(world: int) -> None:
     total = float(sum(10 + rank for rank in range(world)))
     assert run_ranks(_sum, world, 10) == [(rank, world, total, 1) for rank in range(world)]
+
+
+def _inherited(rank: int, world: int) -> tuple[float, int, bool]:
+    return _sum(rank, world, 0)[2], os.getppid(), hasattr(os, "_left_by_a_test")
+
+
+def test_fresh_ranks_inherit_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA needs: no rank is a fork of this process."""
+    monkeypatch.setattr(os, "_left_by_a_test", True, raising=False)
+    results = run_ranks(_inherited, 2, fresh=True)
+    assert [(total, left) for total, _, left in results] == [(1.0, False)] * 2
+    assert os.getpid() not in {parent for _, parent, _ in results}
+    monkeypatch.setattr(harness, "_cuda_is_live", lambda: True)
+    assert os.getpid() not in {parent for _, parent, _ in run_ranks(_inherited, 2)}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_no_rank_has_used_cuda_before_its_function_runs(fresh: bool) -> None:
+    assert run_ranks(_cuda_is_initialized, 1, fresh=fresh) == [False]
+
+
+def _cuda_is_initialized(rank: int, world: int) -> bool:
+    return torch.cuda.is_initialized()
 
 
 def test_closures_run_and_tensors_return() -> None:
