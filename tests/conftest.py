@@ -14,7 +14,6 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import pytest
 import torch
-from hypothesis import settings
 
 torch.set_num_threads(1)
 
@@ -26,9 +25,14 @@ pytest.register_assert_rewrite("kernel_adam_cases", "kernel_move_cases", "kernel
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Shared machines stall for longer than any deadline; a slow example is not a wrong one.
-settings.register_profile("fsdp_kernels", deadline=None, max_examples=60, print_blob=True)
-settings.load_profile("fsdp_kernels")
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:  # as may be on a GPU host; the tests that need it say so
+    pass
+else:
+    # Shared machines stall for longer than any deadline; a slow example is not a wrong one.
+    settings.register_profile("fsdp_kernels", deadline=None, max_examples=60, print_blob=True)
+    settings.load_profile("fsdp_kernels")
 
 _DEVICES_NEEDED = {"gpu": 1, "multigpu": 2}
 

@@ -24,7 +24,6 @@ from kernel_cases import (
     Implementation,
     KernelContract,
     Mode,
-    Problem,
 )
 
 import triton_ops
@@ -66,37 +65,6 @@ class TestInterpreter(KernelContract):
             self.test_norm(BF16, name)
         for accumulate in (False, True):
             self.check_pack([torch.randn(1000), None, torch.randn(259)], BF16, accumulate)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    torch.cuda.is_available() and interpreted(),
-    reason="TRITON_INTERPRET is set: Triton compiles nothing in this process",
-)
-class TestDevice(KernelContract):
-    kernels = Implementation(pack.pack, norm.norm, adam.adam_coefs, adam.adam, device="cuda")
-
-    def test_nothing_waits_for_the_device(self) -> None:
-        problem = Problem.make(TABLES["blocks"], "cuda")
-        skip = torch.zeros(1, device="cuda")
-        gradients = [torch.randn(33, 9, device="cuda"), None, torch.randn(5, device="cuda")]
-        out = torch.empty(1024, device="cuda")
-
-        def step() -> None:
-            pack.pack(gradients, [0, 300, 400], out)
-            norm.norm(problem.shard.grads, problem.table)
-            problem.run(self.kernels, Mode(), skip, 1.0)
-
-        step()  # compiles, and uploads the tables
-        coefs = torch.full((4, 9), 1.0, dtype=torch.float64, device="cuda")
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            pack.pack(gradients, [0, 300, 400], out)
-            norm.norm(problem.shard.grads, problem.table)
-            adam.adam_coefs(problem.hyper, problem.step, problem.used, skip, coefs, decoupled=True)
-            adam.adam(problem.shard, problem.table, coefs, problem.factor)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- tables
