@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fsdp_kernels.accesses import SHARD_GRADS, SHARD_MASTER, SHARD_PARAMS, STEPPED, note
 from fsdp_kernels.flat_shard import FlatShard
 from triton_ops._common import AdamShard
 
@@ -120,6 +121,7 @@ class FlatState:
             if launch.table.starts:
                 shard = self._shard(launch, grads, master, params)
                 adam(shard, launch)
+                note(bucket, "step", SHARD_GRADS, STEPPED)
                 object.__setattr__(shard, "grads", self.exp_avg)
         self._publish(bucket, params)
         bucket.stepped()
@@ -137,6 +139,7 @@ class FlatState:
         elif self.kind is Master.BUCKET and bucket.shard_params is not own:
             # NOTE: the kernel writes active fragments only, and compute_written() vouches for all.
             bucket.shard_params.copy_(own)
+            note(bucket, "cast", SHARD_MASTER, SHARD_PARAMS)
 
     def _master_and_params(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
         own, compute = bucket.shard_master, bucket.shard_params

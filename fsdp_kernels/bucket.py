@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp_kernels.accesses import FULL_PARAMS, SHARD_MASTER, SHARD_PARAMS, announce, note
 from fsdp_kernels.comm.base import Comm, Ticket
 from fsdp_kernels.flat_shard import FlatShard, Geometry
 from fsdp_kernels.grads import BucketGrads
@@ -80,6 +81,7 @@ class Bucket:
         full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream,
             owned by the pool.
         params: The registered `FlatShard`s, in segment order.
+        slot: What `full_params` lies in, while gathered.
         leaves: The `nn.Parameter`s that the forward reads while gathered.
         grads: The gradients' half of the bucket.
     """
@@ -109,7 +111,7 @@ class Bucket:
         self.sites: list[Site] = []
         self._site_dicts: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self.full_params: Tensor | None = None
-        self._slot: Slot | None = None
+        self.slot: Slot | None = None
         self._ticket: Ticket | None = None
         self._gathered_version = (-1, -1)
         self._freed_views = [self._freed_view(shape) for shape in shapes]
@@ -209,13 +211,15 @@ class Bucket:
             and self._compute_version != self.edit_version
         ):
             self.shard_params.copy_(self.shard_master)
+            note(self, "cast", SHARD_MASTER, SHARD_PARAMS)
             self._compute_version = self.edit_version
         name = label("gather", self.unit.name, self.index)
         slot = self.resources.params.take(self.label, layout.full_numel * dtype.itemsize)
-        self._slot = slot
+        self.slot = slot
         self.full_params = slot.view(layout.full_numel, dtype)
         streams.wait("gather", slot.freed)
         emit("gather", self.unit.name, self.index)
+        announce(self, name, SHARD_PARAMS, FULL_PARAMS)
         self._gathered_version = self.version
         self._ticket = self.resources.comm.all_gather(
             self.full_params, self.shard_params, label=name
@@ -224,11 +228,12 @@ class Bucket:
     def wait(self) -> None:
         """Make the current stream wait for the gather; show the modules the full parameters."""
         assert self._ticket is not None
-        assert self._slot is not None
+        assert self.slot is not None
         ticket, self._ticket = self._ticket, None
         ticket.wait()
-        for leaf, view in zip(self.leaves, self._views(self._slot), strict=True):
+        for leaf, view in zip(self.leaves, self._views(self.slot), strict=True):
             leaf.data = view
+        note(self, "use", FULL_PARAMS)
         self.show()
 
     def show(self) -> None:
@@ -247,7 +252,7 @@ class Bucket:
         Raises:
             RuntimeError: Somebody edited a gathered parameter in place; the edit would be lost.
         """
-        if self._slot is None:
+        if self.slot is None:
             return
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
@@ -257,7 +262,8 @@ class Bucket:
             for leaf, view in zip(self.leaves, self._freed_views, strict=True):
                 leaf.data = view
         emit("free", self.unit.name, self.index)
-        slot, self._slot, self.full_params = self._slot, None, None
+        note(self, "free", FULL_PARAMS)
+        slot, self.slot, self.full_params = self.slot, None, None
         self.resources.params.give_back(slot)
         self._check_leaves()
 
@@ -267,12 +273,12 @@ class Bucket:
 
     def slot_pointer(self) -> int:
         """Address of the slot's storage: how a saved tensor is recognised as a view of it."""
-        return 0 if self._slot is None else self._slot.pointer
+        return 0 if self.slot is None else self.slot.pointer
 
     def slot_view(self, dtype: torch.dtype) -> Tensor:
         """The whole slot in another dtype, for saved tensors that reinterpret the bytes."""
-        assert self._slot is not None
-        return self._slot.view(self._slot.buffer.numel() // dtype.itemsize, dtype)
+        assert self.slot is not None
+        return self.slot.view(self.slot.buffer.numel() // dtype.itemsize, dtype)
 
     def _check_leaves(self) -> None:
         for i, leaf in enumerate(self.leaves):

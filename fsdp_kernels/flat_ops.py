@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fsdp_kernels.accesses import SHARD_MASTER, note
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import HINT, FlatShard, Geometry
-from fsdp_kernels.trace import label
+from fsdp_kernels.trace import label, recording
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -110,7 +111,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 def _changed(operands: Iterable[Any]) -> None:
     """Bump the version counters that the bucket reads: below autograd, operations do not."""
-    increment_version([operand._local for operand in operands if isinstance(operand, FlatShard)])
+    shards = [operand for operand in operands if isinstance(operand, FlatShard)]
+    increment_version([shard._local for shard in shards])
+    if recording():
+        for shard in shards:
+            if shard.is_sharded_parameter:
+                note(shard.bucket, "edit", writes=SHARD_MASTER)
 
 
 def _wrap(result: Any, geometry: Geometry) -> Any:

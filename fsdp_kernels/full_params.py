@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from fsdp_kernels.accesses import SHARD_MASTER, WHOLE, announce, note
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.runtime import Runtime
 from fsdp_kernels.trace import label
@@ -46,7 +47,10 @@ class _Whole:
         self.bucket = bucket
         self.full = bucket.shard_master.new_empty(bucket.layout.full_numel)
         name = label("full_params", bucket.unit.name, bucket.index)
+        note(bucket, "allocate", writes=WHOLE)
+        announce(bucket, name, SHARD_MASTER, WHOLE)
         bucket.comm.all_gather(self.full, bucket.shard_master, label=name).wait()
+        note(bucket, "use", WHOLE)
         self._views = bucket.split(self.full)
         params = [
             nn.Parameter(view, requires_grad=param.requires_grad)
@@ -78,6 +82,7 @@ class _Whole:
         changed = not torch.equal(mine.view(torch.uint8), bucket.shard_master.view(torch.uint8))
         if changed:
             bucket.shard_master.copy_(mine)
+            note(bucket, "edit", WHOLE, SHARD_MASTER)
         return changed
 
 

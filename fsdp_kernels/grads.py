@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_kernels import ops
+from fsdp_kernels.accesses import FULL_GRADS, LEAF_GRADS, REDUCED, SHARD_GRADS, announce, note
 from fsdp_kernels.comm.base import Ticket
 from fsdp_kernels.flat_shard import HINT, FlatShard
 from fsdp_kernels.pool import Slot
@@ -32,6 +33,8 @@ class BucketGrads:
     Attributes:
         shard_grads: 1-D [shard_numel], own dtype, or None; its contents count only while `present`.
         present: Whether `shard_grads` holds a sum.
+        slot: What the full gradients lie in, from the first packing to the end of the reduction.
+        target: What the reduction under way writes: `shard_grads`, or memory of its own.
         scale: What turns `shard_grads` into the mean over ranks: 1/world, or 1.0 once it has been
             applied.
         arrived: Per parameter, whether its gradient came in the present backward.
@@ -58,10 +61,10 @@ class BucketGrads:
         self._cleared: set[int] = set()
         self._host_used = [False] * n  # what `agreed` holds
         self._views: list[FlatShard] | None = None
-        self._slot: Slot | None = None
+        self.slot: Slot | None = None
         self.full_grads: Tensor | None = None
         self._ticket: Ticket | None = None
-        self._target: Tensor | None = None
+        self.target: Tensor | None = None
 
     # -- pack and reduce --------------------------------------------------------------------------
 
@@ -85,9 +88,10 @@ class BucketGrads:
         if self.full_grads is None:
             numel, dtype = bucket.layout.full_numel, bucket.dtypes.reduce
             pool, streams = bucket.resources.grads, bucket.resources.streams
-            self._slot = pool.take(bucket.label, numel * dtype.itemsize)
-            streams.wait("compute", self._slot.freed)
-            self.full_grads = self._slot.view(numel, dtype)
+            self.slot = pool.take(bucket.label, numel * dtype.itemsize)
+            streams.wait("compute", self.slot.freed)
+            self.full_grads = self.slot.view(numel, dtype)
+        note(bucket, "pack", LEAF_GRADS, FULL_GRADS)
         ops.pack(grads, self.starts, self.full_grads, accumulate=accumulate)
         for i, grad in enumerate(grads):
             if grad is not None:
@@ -111,12 +115,14 @@ class BucketGrads:
         assert self.full_grads is not None
         numel, dtypes = bucket.layout.shard_numel, bucket.dtypes
         if not self.present and dtypes.own == dtypes.reduce:
-            self._target = self._storage()
+            self.target = self._storage()
         else:
-            self._target = self.full_grads.new_empty(numel)
+            self.target = self.full_grads.new_empty(numel)
+            note(bucket, "allocate", writes=REDUCED)
         emit("reduce", bucket.unit.name, bucket.index)
         name = label("reduce", bucket.unit.name, bucket.index)
-        self._ticket = bucket.comm.reduce_scatter(self._target, self.full_grads, label=name)
+        announce(bucket, name, FULL_GRADS, REDUCED)
+        self._ticket = bucket.comm.reduce_scatter(self.target, self.full_grads, label=name)
 
     def leave_over(self) -> None:
         """Note that a backward ended that did not reduce this bucket."""
@@ -124,17 +130,18 @@ class BucketGrads:
 
     def finish(self) -> None:
         """Wait for the reduction and add it to what is there already."""
-        ticket, target = self._ticket, self._target
+        ticket, target = self._ticket, self.target
         if ticket is None:
             return
         assert target is not None
-        self._ticket = self._target = None
+        self._ticket = None
         try:
             ticket.wait()
         finally:
             self._release_full()
         mean = 1.0 / self.bucket.comm.world
         self._apply_cleared()
+        note(self.bucket, "accumulate", REDUCED, SHARD_GRADS)
         if not self.present:
             storage = self._storage()
             if storage is not target:
@@ -143,6 +150,7 @@ class BucketGrads:
         else:
             assert self.shard_grads is not None
             self.shard_grads.add_(target, alpha=1.0 if self.scale == mean else mean)
+        self._let_target_go()
         self.present = True
         self._cleared.clear()
 
@@ -154,12 +162,18 @@ class BucketGrads:
 
     def discard(self) -> None:
         """Wait for a reduction whose result nobody wants."""
-        ticket, self._ticket, self._target = self._ticket, None, None
+        ticket, self._ticket = self._ticket, None
         try:
             if ticket is not None:
                 ticket.wait()
         finally:
             self._release_full()
+            self._let_target_go()
+
+    def _let_target_go(self) -> None:
+        if self.target is not None and self.target is not self.shard_grads:
+            note(self.bucket, "let go", writes=REDUCED)
+        self.target = None
 
     def _storage(self) -> Tensor:
         if self.shard_grads is None:
@@ -169,12 +183,13 @@ class BucketGrads:
             self.shard_grads = torch.zeros(
                 bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device
             )
+            note(bucket, "allocate", writes=SHARD_GRADS)
         return self.shard_grads
 
     def _release_full(self) -> None:
-        if self._slot is not None:
-            self.bucket.resources.grads.give_back(self._slot)
-        self._slot = self.full_grads = None
+        if self.slot is not None:
+            self.bucket.resources.grads.give_back(self.slot)
+        self.slot = self.full_grads = None
 
     def _drop_unreduced(self) -> None:
         for leaf in self.bucket.leaves:
@@ -210,6 +225,7 @@ class BucketGrads:
             fragment = self.bucket.params[i].fragment
             if self.shard_grads is not None:
                 self.shard_grads[fragment.shard_start : fragment.shard_stop].zero_()
+                note(self.bucket, "clear", writes=SHARD_GRADS)
         self._cleared.clear()
 
     # -- what p.grad shows ------------------------------------------------------------------------
@@ -222,12 +238,14 @@ class BucketGrads:
         if not self.host_used()[index]:
             return None
         self.apply_scale()
+        note(self.bucket, "show", SHARD_GRADS)
         return self._exported()[index]
 
     def apply_scale(self) -> None:
         """Turn the sum into the mean, once."""
         if self.scale != 1.0 and self.shard_grads is not None:
             self.shard_grads.mul_(self.scale)
+            note(self.bucket, "scale", writes=SHARD_GRADS)
             self.scale = 1.0
 
     def set_grad(self, index: int, value: Tensor | None) -> None:
@@ -258,6 +276,7 @@ class BucketGrads:
         held = storage[fragment.shard_start : fragment.shard_stop]
         if value._local.data_ptr() != held.data_ptr() or value.dtype != held.dtype:
             held.copy_(value._local)
+            note(self.bucket, "set", writes=SHARD_GRADS)
         self.agreed[index] = self._host_used[index] = True
 
     def _clear_pending(self, index: int) -> None:
@@ -265,6 +284,7 @@ class BucketGrads:
         if self.pending[index] and self.full_grads is not None and self._ticket is None:
             segment = self.bucket.layout.segments[index]
             self.full_grads[segment.start : segment.stop].zero_()
+            note(self.bucket, "clear", writes=FULL_GRADS)
         self.pending[index] = False
 
     def _clear(self, index: int) -> None:
@@ -291,6 +311,7 @@ class BucketGrads:
             return
         self._drop_unreduced()
         if self._views is not None:
+            note(self.bucket, "let go", writes=SHARD_GRADS)
             self.shard_grads = self._views = None
         self.present = False
         self.scale = 1.0
@@ -308,5 +329,7 @@ class BucketGrads:
                 leaf.grad.zero_()
         if self.full_grads is not None and self._ticket is None:
             self.full_grads.zero_()
+            note(self.bucket, "zero", writes=FULL_GRADS)
         if self.present and self.shard_grads is not None:
             self.shard_grads.zero_()
+            note(self.bucket, "zero", writes=SHARD_GRADS)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_kernels.streams import Event, Place, Streams
+from fsdp_kernels.trace import access, recording
 
 _use_count = torch._C._storage_Use_Count
 _nbytes = attrgetter("nbytes")
@@ -35,6 +36,7 @@ class Slot:
         owner: Label of the bucket that holds it, or None while it is free.
         freed: Event after which the next owner may write.
         home: The stream that the memory was allocated on.
+        name: What recorded schedules call it.
         own_holders: `holders()` when the present owner took it.
         views: The owners' typed views, kept as long as the slot lives, since making them costs host
             time; add to them with `keep`.
@@ -46,6 +48,7 @@ class Slot:
         "buffer",
         "freed",
         "home",
+        "name",
         "nbytes",
         "own_holders",
         "owner",
@@ -53,9 +56,10 @@ class Slot:
         "views",
     )
 
-    def __init__(self, buffer: Tensor, home: Place | None) -> None:
+    def __init__(self, buffer: Tensor, home: Place | None, name: str) -> None:
         self.buffer = buffer
         self.home = home
+        self.name = name
         self.nbytes = buffer.numel()
         storage = buffer.untyped_storage()
         self.pointer = storage.data_ptr()
@@ -115,15 +119,23 @@ class Pool:
     Args:
         allocate: Returns uint8 [nbytes], of undefined content.
         streams: The streams that slots are used on.
+        name: What the slots hold.
         symmetric: Whether all ranks must use the same slot at the same time. A slot that is held
             on this rank is then an error, since another rank's would be reused.
     """
 
     def __init__(
-        self, allocate: Callable[[int], Tensor], streams: Streams, *, symmetric: bool = False
+        self,
+        allocate: Callable[[int], Tensor],
+        streams: Streams,
+        name: str = "pool",
+        *,
+        symmetric: bool = False,
     ) -> None:
         self._allocate = allocate
         self._streams = streams
+        self._name = name
+        self._made = 0
         self._symmetric = symmetric
         self._free: list[Slot] = []  # smallest first
         self._used: list[Slot] = []
@@ -142,7 +154,10 @@ class Pool:
         else:
             if self._free:
                 self._drop(self._free.pop())
-            slot = Slot(self._allocate(nbytes), self._streams.here())
+            name = f"{self._name} slot {self._made}"
+            slot = Slot(self._allocate(nbytes), self._streams.here(), name)
+            self._note("allocate", slot)
+            self._made += 1
             self.allocated_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         slot.claim(owner)
@@ -176,6 +191,11 @@ class Pool:
         """Let a slot's memory go, on the stream that it came from."""
         self.allocated_bytes -= slot.nbytes
         self._streams.wait_at(slot.home, slot.freed)
+        self._note("let go", slot)
+
+    def _note(self, verb: str, slot: Slot) -> None:
+        if recording():
+            access(f"fk.{verb}[{slot.name}]", self._streams.name(slot.home), writes=(slot.name,))
 
     def _fitting(self, nbytes: int) -> int:
         return bisect_left(self._free, nbytes, key=_nbytes)
@@ -183,6 +203,7 @@ class Pool:
     def _add_free(self, slot: Slot) -> None:
         if _POISON:
             slot.buffer.fill_(0xFF)  # NaN in every float format
+            self._note("poison", slot)
         # First of its size: what was used last, and may still be in a cache, is taken first.
         insort_left(self._free, slot, key=_nbytes)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_kernels import saved_tensors
+from fsdp_kernels import accesses, saved_tensors
 from fsdp_kernels.backward import Backward
 from fsdp_kernels.bucket import Bucket, Resources
 from fsdp_kernels.comm.base import Comm
@@ -61,8 +61,8 @@ class Runtime:
             return lambda nbytes: comm.allocate(nbytes, device, collective=collective)
 
         # Units are gathered in one order on every rank; gradients are packed as they come.
-        params = Pool(allocate(True), streams, symmetric=comm.symmetric)
-        grads = Pool(allocate(False), streams)
+        params = Pool(allocate(True), streams, "params", symmetric=comm.symmetric)
+        grads = Pool(allocate(False), streams, "grads")
         self.resources = Resources(comm, streams, params, grads)
         self.device = device
         self.saved = 0
@@ -265,6 +265,7 @@ class Runtime:
     @staticmethod
     def note_arrival(bucket: Bucket, index: int) -> None:
         """Note that autograd has left a parameter's gradient in its leaf."""
+        accesses.note_arrival(bucket, index)
         bucket.unit.runtime.backward.arrived(bucket, index)
 
     def recover(self) -> None:

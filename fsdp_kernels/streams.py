@@ -15,6 +15,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from fsdp_kernels import trace
+
 Stream = Literal["compute", "gather", "reduce"]
 
 
@@ -31,6 +33,9 @@ class Streams(Protocol):
 
     def here(self) -> Place | None:
         """Return the current stream, for memory that is allocated now."""
+
+    def name(self, place: Place | None = None) -> str:
+        """Return how recorded schedules call the current stream, or that of an allocation."""
 
     def record(self) -> Event | None:
         """Mark the present position of the current stream."""
@@ -49,6 +54,10 @@ class HostStreams:
         """Nothing to tell apart."""
         return None
 
+    def name(self, place: Place | None = None) -> str:
+        """The one there is."""
+        return "compute"
+
     def record(self) -> Event | None:
         """Nothing to mark: whatever the host issued before has been ordered."""
         return None
@@ -62,10 +71,11 @@ class HostStreams:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """An event and the stream that it was recorded on."""
+    """An event and the stream that it was recorded on; its number in recorded schedules."""
 
     event: Any
     stream: Any
+    number: int
 
 
 class CudaStreams:
@@ -86,21 +96,35 @@ class CudaStreams:
         place: Place = self._cuda.current_stream()
         return place
 
+    def name(self, place: Place | None = None) -> str:
+        """Return the stream's name, by its handle."""
+        stream: Any = place or self.here()
+        return trace.compute_stream(stream.cuda_stream)
+
     def record(self) -> Event | None:
         """Record a timing-free event on the current stream."""
         stream = self._cuda.current_stream()
         event = self._cuda.Event()
         event.record(stream)
-        return _Mark(event, stream)
+        number = 0
+        if trace.recording():
+            number = trace.new_event()
+            trace.recorded(self.name(stream), number)
+        return _Mark(event, stream, number)
 
     def wait(self, stream: Stream, event: Event | None) -> None:
         """Make a role's stream wait, unless its next work waits for the event's stream anyway."""
         if isinstance(event, _Mark):
             current = self._cuda.current_stream()
             if event.stream != current:
-                (self._own.get(stream) or current).wait_event(event.event)
+                own = self._own.get(stream)
+                (own or current).wait_event(event.event)
+                if trace.recording():
+                    trace.waited(stream if own else self.name(current), event.number)
 
     def wait_at(self, place: Place | None, event: Event | None) -> None:
         """Make the stream of an allocation wait, unless the event is its own."""
         if isinstance(event, _Mark) and place is not None and event.stream != place:
             place.wait_event(event.event)  # type: ignore[attr-defined]
+            if trace.recording():
+                trace.waited(self.name(place), event.number)

@@ -24,6 +24,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "triton_ops._common",
         "triton_ops.reference",
         "fsdp_kernels._ext",
+        "fsdp_kernels._nvml",
         "fsdp_kernels._version",
         "fsdp_kernels.layout",
         "fsdp_kernels.schedule",
@@ -38,10 +39,13 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "triton_ops.pack",
         "triton_ops.reduce_adam",
         "fsdp_kernels._environment",
+        "fsdp_kernels.accesses",
         "fsdp_kernels.comm",
+        "fsdp_kernels.comm._nccl_setup",
         "fsdp_kernels.comm.base",
         "fsdp_kernels.comm.nccl",
         "fsdp_kernels.comm.peer",
+        "fsdp_kernels.comm.pick",
         "fsdp_kernels.comm.process_group",
         "fsdp_kernels.comm.shared_memory",
         "fsdp_kernels.ops",
@@ -89,6 +93,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
 }
 
 SAME_LAYER: dict[str, tuple[str, ...]] = {
+    "fsdp_kernels.streams": ("fsdp_kernels.trace",),
     # Helpers of one file, split off so that both stay readable; never the other way round.
     "triton_ops.reference": ("triton_ops._common",),
     "triton_ops.adam": ("triton_ops._cast",),
@@ -113,14 +118,21 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels.cli": ("fsdp_kernels.plan",),
     # Backends share the protocol and its checks.
     "fsdp_kernels.comm": (
+        "fsdp_kernels.comm._nccl_setup",
         "fsdp_kernels.comm.base",
         "fsdp_kernels.comm.nccl",
         "fsdp_kernels.comm.process_group",
         "fsdp_kernels.comm.shared_memory",
     ),
-    "fsdp_kernels.comm.nccl": ("fsdp_kernels.comm.base",),
+    "fsdp_kernels.comm.nccl": ("fsdp_kernels.comm._nccl_setup", "fsdp_kernels.comm.base"),
     "fsdp_kernels.comm.peer": ("fsdp_kernels.comm.base",),
+    "fsdp_kernels.comm.pick": (
+        "fsdp_kernels.comm.base",
+        "fsdp_kernels.comm.nccl",
+        "fsdp_kernels.comm.process_group",
+    ),
     "fsdp_kernels.comm.process_group": ("fsdp_kernels.comm.base",),
+    "fsdp_kernels._environment": ("fsdp_kernels.comm.pick",),
     "fsdp_kernels.comm.shared_memory": ("fsdp_kernels.comm.base",),
     # `ops` picks one of several implementations of each kernel, and loads only that one.
     "fsdp_kernels.ops": (

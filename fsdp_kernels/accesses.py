@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What operations do to a bucket's buffers, for the log of a recorded schedule.
+
+One call for each operation, with constant arguments: it costs a function call when nobody records.
+Buffers are named by what they are in the bucket; a slot of a pool has a name of its own, since
+several buckets use it one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fsdp_kernels import trace
+
+if TYPE_CHECKING:
+    from fsdp_kernels.bucket import Bucket
+
+LEAF_GRADS = ("leaf grads",)  # of those leaves that have one
+FULL_GRADS = ("full_grads",)
+FULL_PARAMS = ("full_params",)
+NORM = ("norm",)
+REDUCED = ("reduced",)
+SHARD_GRADS = ("shard_grads",)
+SHARD_MASTER = ("shard_master",)
+SHARD_PARAMS = ("shard_params",)
+STEPPED = ("shard_master", "shard_params", "optimizer state")
+WHOLE = ("whole",)
+
+_NOTHING: tuple[str, ...] = ()
+
+
+def note(
+    bucket: Bucket, verb: str, reads: tuple[str, ...] = _NOTHING, writes: tuple[str, ...] = _NOTHING
+) -> None:
+    """Note an operation that was queued on the current stream.
+
+    Args:
+        bucket: Whose buffers it touches.
+        verb: What it does; with the bucket it makes the label.
+        reads: What it reads: constants of this module.
+        writes: What it writes. Memory that is allocated or let go counts as written.
+    """
+    if trace.recording():
+        name = trace.label(verb, bucket.unit.name, bucket.index)
+        stream = bucket.resources.streams.name()
+        trace.access(name, stream, _names(bucket, reads), _names(bucket, writes))
+
+
+def announce(bucket: Bucket, label: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+    """Say what the collective that is issued next with a label reads and writes."""
+    if trace.recording():
+        trace.announce(label, _names(bucket, reads), _names(bucket, writes))
+
+
+def note_arrival(bucket: Bucket, index: int) -> None:
+    """Note that autograd has left a gradient in a leaf."""
+    if trace.recording():
+        name = trace.label("arrive", bucket.unit.name, bucket.index)
+        trace.access(name, bucket.resources.streams.name(), writes=(_leaf_grad(bucket, index),))
+
+
+def _names(bucket: Bucket, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    if kinds is LEAF_GRADS:
+        has_grad = (i for i, leaf in enumerate(bucket.leaves) if leaf.grad is not None)
+        return tuple(_leaf_grad(bucket, i) for i in has_grad)
+    return tuple(_name(bucket, kind) for kind in kinds)
+
+
+def _leaf_grad(bucket: Bucket, index: int) -> str:
+    return f"leaf grad[{bucket.label}.{index}]"
+
+
+def _name(bucket: Bucket, kind: str) -> str:
+    slot = {"full_params": bucket.slot, "full_grads": bucket.grads.slot}.get(kind)
+    if slot is not None:
+        return slot.name
+    if kind == "norm":
+        return kind  # of all buckets together
+    if kind == "shard_params" and bucket.shard_params is bucket.shard_master:
+        kind = "shard_master"
+    if kind == "reduced" and bucket.grads.target is bucket.grads.shard_grads:
+        kind = "shard_grads"
+    return f"{kind}[{bucket.label}]"
