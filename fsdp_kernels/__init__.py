@@ -14,6 +14,7 @@ from fsdp_kernels._environment import environment
 from fsdp_kernels._version import __version__
 from fsdp_kernels.checkpoint import full_state_dict, load_full_state_dict
 from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.comm.nccl import NcclComm
 from fsdp_kernels.comm.process_group import ProcessGroupComm
 from fsdp_kernels.optim import ShardedAdam, ShardedAdamW
 from fsdp_kernels.shard import ShardedModule, fully_shard
@@ -23,6 +24,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Comm",
     "MixedPrecisionPolicy",
+    "NcclComm",
     "OffloadPolicy",
     "ProcessGroupComm",
     "ShardedAdam",

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from fsdp_kernels import _ext
+from fsdp_kernels import _ext, _nvml
 from fsdp_kernels._version import __version__
+from fsdp_kernels.comm.pick import choose, dotted, nccl_range
 
 _picked_comm: str | None = None
 
@@ -40,9 +41,11 @@ def environment() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
         "cpu_kernels": _cpu_kernels(),
+        "cuda_kernels": _cuda_kernels(),
         "nccl": _nccl(),
-        "gpus": _gpus(),
+        "gpus": _nvml.gpus(),
         "comm": _picked_comm,
+        "comm_if_none": {kind: _would_pick(kind) for kind in ("cuda", "cpu")},
     }
 
 
@@ -58,43 +61,26 @@ def _cpu_kernels() -> str:
     return f"C++, {module.level()}" if isinstance(module, ModuleType) else f"reference ({module})"
 
 
+def _cuda_kernels() -> str:
+    module = _ext.load("_cuda")
+    if isinstance(module, str):
+        return f"Triton (the CUDA module is {module})"
+    return f"CUDA C++ for {', '.join(module.architectures())}"
+
+
+def _would_pick(device_type: str) -> str:
+    choice = choose(device_type)
+    return f"{choice.name} ({choice.reason})"
+
+
 def _nccl() -> dict[str, Any] | str:
     module = _ext.load("_nccl")
     if isinstance(module, str):
         return module
+    version = module.runtime_version()
     return {
-        "version": _dotted(module.runtime_version()),
-        "built_with": _dotted(module.header_version()),
+        "version": dotted(version),
+        "range": nccl_range(version),
+        "built_with": dotted(module.header_version()),
         "built_with_cuda": f"{module.cuda_version() // 1000}.{module.cuda_version() % 1000 // 10}",
     }
-
-
-def _dotted(version: int) -> str:
-    """Spell NCCL's number (23007) as a version ("2.30.7")."""
-    return f"{version // 10000}.{version % 10000 // 100}.{version % 100}"
-
-
-def _gpus() -> list[dict[str, Any]] | str:
-    try:
-        import pynvml
-    except ImportError:
-        return "unknown: the package nvidia-ml-py is not installed"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return f"none: {error}"
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [
-            {
-                "name": pynvml.nvmlDeviceGetName(handle),
-                "memory_bytes": pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-                "driver": driver,
-            }
-            for handle in handles
-        ]
-    except pynvml.NVMLError as error:
-        return f"unknown: {error}"
-    finally:
-        pynvml.nvmlShutdown()

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_kernels._unit_plan import Entry, Plan
 from fsdp_kernels.bucket import Bucket, Dtypes, Resources, Site
+from fsdp_kernels.comm import pick
 from fsdp_kernels.comm.base import Comm
-from fsdp_kernels.comm.process_group import ProcessGroupComm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.layout import BucketLayout, group_parameters
 from fsdp_kernels.trace import label
@@ -28,13 +28,13 @@ logger = logging.getLogger("fsdp_kernels")
 
 
 def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan: Plan) -> Comm:
-    """The backend that `comm` names, over the ranks of `mesh`."""
+    """The backend that `comm` names, over the ranks of `mesh`; says on rank 0 which it is."""
     if isinstance(comm, Comm):
         return comm
-    if comm not in (None, "process_group"):
+    if comm is not None and comm not in pick.NAMES:
         raise ValueError(
-            f"{where}: expected comm to be None, 'process_group' or a Comm, got {comm!r}. Other "
-            "backends do not exist yet."
+            f"{where}: expected comm to be None, {', '.join(map(repr, pick.NAMES))} or a Comm, got "
+            f"{comm!r}. None picks the fastest that is there."
         )
     if not dist.is_initialized():
         raise RuntimeError(
@@ -45,9 +45,12 @@ def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan
         raise ValueError(
             f"{where}: expected a 1-D mesh, got {mesh.ndim}-D. Hybrid sharding does not exist yet."
         )
-    made = ProcessGroupComm(None if mesh is None else mesh.get_group())
+    choice = pick.choose(plan.device.type) if comm is None else pick.Choice(comm, "as asked for")
+    made = pick.make(choice.name, None if mesh is None else mesh.get_group(), plan.device)
     if made.rank == 0:
-        logger.info("%s: %s over %d ranks on %s", where, made.name, made.world, plan.device)
+        level = logging.WARNING if choice.lacking else logging.INFO
+        text = "%s: %s over %d ranks on %s (%s)"
+        logger.log(level, text, where, made.name, made.world, plan.device, choice.reason)
     return made
 
 

@@ -15,6 +15,7 @@ NAMES = {
     "CPUOffloadPolicy",
     "Comm",
     "MixedPrecisionPolicy",
+    "NcclComm",
     "OffloadPolicy",
     "ProcessGroupComm",
     "ShardedAdam",

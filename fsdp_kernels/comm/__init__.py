@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication backends: the only place that calls a collective."""
 
+from fsdp_kernels.comm._nccl_setup import NcclOptions
 from fsdp_kernels.comm.base import Comm, Ticket
+from fsdp_kernels.comm.nccl import NcclComm
 from fsdp_kernels.comm.process_group import ProcessGroupComm
 
-__all__ = ["Comm", "ProcessGroupComm", "Ticket"]
+__all__ = ["Comm", "NcclComm", "NcclOptions", "ProcessGroupComm", "Ticket"]

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over NCCL communicators and streams of our own, for CUDA on one host or many."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from fsdp_kernels import trace
+from fsdp_kernels.comm._nccl_setup import Meeting, NcclOptions
+from fsdp_kernels.comm.base import (
+    ReduceName,
+    Ticket,
+    check_contiguous,
+    check_op,
+    check_reducible,
+    check_shards,
+    check_src,
+    collective_error,
+)
+from fsdp_kernels.streams import Streams
+
+logger = logging.getLogger("fsdp_kernels")
+
+_DEFAULT_OPTIONS = NcclOptions()
+_SETUP = "NcclComm"
+_REGISTRATIONS = ("none", "local", "symmetric")  # least first
+
+# NCCL's name of each dtype, and how many of its elements one of ours is: sums of complex numbers
+# are sums of their parts.
+_DTYPES: dict[torch.dtype, tuple[str, int]] = {
+    torch.float32: ("float32", 1),
+    torch.bfloat16: ("bfloat16", 1),
+    torch.float16: ("float16", 1),
+    torch.float64: ("float64", 1),
+    torch.complex64: ("float32", 2),
+    torch.complex128: ("float64", 2),
+    torch.int32: ("int32", 1),
+    torch.int64: ("int64", 1),
+    torch.uint8: ("uint8", 1),
+    torch.int8: ("int8", 1),
+}
+
+
+class NcclComm:
+    """A `Comm` over NCCL: gathers and reductions each on a communicator and a stream of their own.
+
+    Every collective waits for what the current stream has when it is issued, and runs beside what
+    comes after; `Ticket.wait` makes the current stream wait for it. A watchdog thread notices a
+    collective that fails or outlasts the time limit, aborts, and from then on every call raises the
+    first error. What the hosts must agree on (`agree`, `barrier`) travels over a gloo group of the
+    same ranks, so that it does not wait for the device.
+
+    Making one is collective, and every rank makes its communicators in the same order.
+
+    Args:
+        group: The process group whose ranks take part; `None` is the default one. Its store is
+            where the ranks meet; no collective runs on it.
+        device: The CUDA device of this rank's tensors; `None` is the current one.
+        options: The same on every rank.
+        module: The compiled module; tests pass a simulation.
+
+    Attributes:
+        device: Where every tensor must be.
+        timeout_s: Seconds that a collective may take.
+
+    Raises:
+        RuntimeError: No process group, or one without this rank; no CUDA device; the module was not
+            built; the other ranks did not come. The message says which.
+        ValueError: The options differ from rank 0's.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        options: NcclOptions = _DEFAULT_OPTIONS,
+        module: Any = None,
+    ) -> None:
+        self._meeting = meeting = Meeting(group, device, options, module)
+        self.device = meeting.device
+        self.rank = meeting.rank
+        self.world = meeting.world
+        self.timeout_s = meeting.timeout_s
+        self.symmetric = options.registration == "symmetric"
+        self._native: Any = meeting.connect()
+        # At exit too: the watchdog must not outlive the interpreter.
+        self._closer = weakref.finalize(self, _close, self._native, os.getpid())
+        self.current_stream: Callable[[], int] = meeting.side.current_stream(self.device)
+        self._streams = meeting.side.streams(self._native, self.device)
+        self._host = meeting.join_hosts()
+        self._in_group: list[NcclTicket] | None = None
+        self._allocates = True
+        self._settle_registration(options)
+
+    def _settle_registration(self, options: NcclOptions) -> None:
+        """Let every rank register as much as each of them can: NCCL wants them alike."""
+        if options.registration != "none":
+            probe = self._native.allocate(1, True)
+            mine = -1 if probe is None else _REGISTRATIONS.index(probe.registration)
+            least = -int(
+                self.agree(torch.tensor([-float(mine)], dtype=torch.float64), label=_SETUP).item()
+            )
+            self._allocates = least >= 0
+            if least < _REGISTRATIONS.index(options.registration):
+                self._native.limit_registration(_REGISTRATIONS[max(least, 0)])
+                self.symmetric = False
+        self._log_messages()
+
+    # -- memory, streams, order -------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._native is None
+
+    @property
+    def failure(self) -> str | None:
+        """The first error of the communicator, which every later call raises, or None."""
+        failure: str | None = None if self._native is None else self._native.failure
+        return failure
+
+    def streams(self, device: torch.device) -> Streams:
+        """Return the streams that the collectives run on."""
+        return self._streams
+
+    def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
+        """Return memory that NCCL has registered, where it can; see `Comm`."""
+        native = self._open("allocate", device)
+        try:
+            buffer = native.allocate(nbytes, collective) if nbytes and self._allocates else None
+        except RuntimeError as error:
+            raise self.failed("allocate", "allocate", error) from error
+        self._log_messages()
+        if buffer is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._meeting.side.tensor(buffer, self.device)
+
+    def prepare_reductions(self) -> None:
+        """Make the communicator that reduce-scatters run on from now on; see `Comm`."""
+        native = self._native
+        if native is None or native.has_reductions:
+            return
+        self._meeting.open_reductions(native)
+        self._log_messages()
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """Collect collectives and issue them as one NCCL group for each communicator."""
+        native = self._open("grouped", self.device)
+        native.begin_group()
+        tickets = self._in_group = []
+        try:
+            yield
+        except BaseException:
+            native.cancel_group()
+            for ticket in tickets:
+                ticket.cancel()
+            raise
+        finally:
+            self._in_group = None
+        stream = self.current_stream()
+        try:
+            native.end_group(stream)
+        except RuntimeError as error:
+            for ticket in tickets:
+                ticket.cancel()
+            label = tickets[0].label if tickets else "grouped"
+            raise self.failed("a group of collectives", label, error) from error
+        if trace.recording():
+            self._log_issued(stream, tickets)
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
+        """Fill `full` with every rank's `shard`, in rank order; see `Comm`."""
+        check_shards(full, shard, self.world, label)
+        what = full.data_ptr(), shard.data_ptr(), shard.nbytes
+        return self._issue("all_gather", label, (full, shard), *what)
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, label: str) -> Ticket:
+        """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
+        check_shards(full, shard, self.world, label)
+        check_reducible(full, "sum", label)
+        dtype, parts = _DTYPES[full.dtype]
+        what = shard.data_ptr(), full.data_ptr(), shard.numel() * parts, dtype
+        ticket = self._issue("reduce_scatter", label, (shard, full), *what)
+        increment_version(shard)
+        return ticket
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceName = "sum", *, label: str) -> Ticket:
+        """Replace `tensor` by its sum, maximum or minimum over the ranks; see `Comm`."""
+        check_op(op, label)
+        check_contiguous(tensor, label)
+        check_reducible(tensor, op, label)
+        dtype, parts = _DTYPES[tensor.dtype]
+        what = tensor.data_ptr(), tensor.numel() * parts, dtype, op
+        ticket = self._issue("all_reduce", label, (tensor,), *what)
+        increment_version(tensor)
+        return ticket
+
+    def broadcast(self, tensor: torch.Tensor, *, src: int = 0, label: str) -> Ticket:
+        """Replace `tensor` by that of rank `src` of the group; see `Comm`."""
+        check_src(src, self.world, label)
+        check_contiguous(tensor, label)
+        what = tensor.data_ptr(), tensor.nbytes, src
+        ticket = self._issue("broadcast", label, (tensor,), *what)
+        increment_version(tensor)
+        return ticket
+
+    def _issue(
+        self, operation: str, label: str, tensors: tuple[torch.Tensor, ...], *what: int | str
+    ) -> Ticket:
+        """Call the module's collective; `tensors` live until its ticket was waited on."""
+        module = self._open(label, tensors[0].device)
+        stream = self.current_stream()
+        try:
+            native = getattr(module, operation)(label, *what, stream)
+        except RuntimeError as error:
+            raise self.failed(operation, label, error) from error
+        ticket = NcclTicket(self, operation, native, tensors)
+        if self._in_group is not None:
+            self._in_group.append(ticket)
+        elif trace.recording():
+            self._log_issued(stream, [ticket])
+        return ticket
+
+    def agree(self, words: torch.Tensor, *, label: str) -> torch.Tensor:
+        """Return the maximum over the ranks of words that the host holds; see `Comm`."""
+        self._check_healthy("agree", label)
+        agreed = words.clone()
+        if self._host is not None and agreed.numel():
+            try:
+                dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._host)
+            except RuntimeError as error:
+                raise collective_error("agree", label, self, error) from error
+        return agreed
+
+    def barrier(self, label: str) -> None:
+        """Return once every rank has called this; what is queued on the device may still run."""
+        self._check_healthy("barrier", label)
+        if self._host is not None:
+            try:
+                dist.barrier(group=self._host)
+            except RuntimeError as error:
+                raise collective_error("barrier", label, self, error) from error
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def abort(self, why: str) -> None:
+        """Stop what is under way on this rank, without waiting; every later call raises.
+
+        Args:
+            why: What the errors of later calls say.
+        """
+        if self._native is not None:
+            self._native.abort(why)
+
+    def close(self) -> None:
+        """Finish what is under way, then let communicators, streams and the watchdog go."""
+        self._native = None
+        # The gloo group is only dropped: a peer may still be in its last operation, which
+        # destroying it here would break.
+        self._host = None
+        self._closer()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _log_issued(self, stream: int, tickets: list[NcclTicket]) -> None:
+        """Log what was issued together; what had nothing to move was not enqueued."""
+        roles = {self._native.gather_stream: "gather", self._native.reduce_stream: "reduce"}
+        issued = [
+            trace.Issued(t.label, roles[t.native.stream], t.native.started_id, t.native.event_id)
+            for t in tickets
+            if t.native.event_id
+        ]
+        if issued:
+            trace.collectives(trace.compute_stream(stream), issued)
+
+    def _log_messages(self) -> None:
+        """Log what was done otherwise than asked for, each once."""
+        for message in self._native.take_messages():
+            logger.warning("%s", message)
+
+    def _open(self, label: str, device: torch.device) -> Any:
+        native = self._native
+        if native is None:
+            self._refuse_closed(label)
+        if device != self.device:
+            raise ValueError(
+                f"{label}: expected tensors on {self.device}, got {device}. Make the NcclComm with "
+                "the device that the model is on, one device for each rank."
+            )
+        return native
+
+    def _check_healthy(self, operation: str, label: str) -> None:
+        if self._native is None:
+            self._refuse_closed(label)
+        failure = self._native.failure
+        if failure is not None:
+            raise self.failed(operation, label, RuntimeError(failure))
+
+    def _refuse_closed(self, label: str) -> NoReturn:
+        raise RuntimeError(
+            f"{label}: expected an open communicator, got one that was closed. "
+            "Create a new NcclComm."
+        )
+
+    def failed(self, operation: str, label: str, error: RuntimeError) -> RuntimeError:
+        """The error to raise: the module's own, or this call's where an earlier one had failed."""
+        text = str(error)
+        if text.startswith(f"{label}: "):
+            return RuntimeError(text)
+        return RuntimeError(
+            f"{label}: expected {operation} to complete on all {self.world} ranks (nccl), got on "
+            f"rank {self.rank} an earlier failure: {text}"
+        )
+
+
+class NcclTicket(Ticket):
+    """A collective that was issued to NCCL, or collected in a group.
+
+    Attributes:
+        native: The module's ticket, until the wait.
+    """
+
+    __slots__ = ("_cancelled", "_comm", "_operation", "_tensors", "native")
+
+    def __init__(
+        self, comm: NcclComm, operation: str, native: Any, tensors: tuple[torch.Tensor, ...]
+    ) -> None:
+        super().__init__(native.label)
+        self._comm = comm
+        self._operation = operation
+        self._tensors = tensors
+        self.native = native
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Note that the group failed: waiting raises, and to drop the ticket is no mistake."""
+        self._cancelled = True
+
+    def _finish(self) -> None:
+        comm, native = self._comm, self.native
+        try:
+            stream = comm.current_stream()
+            native.wait(stream)
+            if trace.recording() and native.event_id:
+                trace.waited(trace.compute_stream(stream), native.event_id)
+        except RuntimeError as error:
+            raise comm.failed(self._operation, self.label, error) from error
+        finally:
+            self.native, self._tensors = None, ()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pending", False) and not self._cancelled:
+            # Its memory may be allocated again at once, and would be written under the collective.
+            with suppress(Exception):
+                self._finish()
+            super().__del__()
+
+
+def _close(native: Any, pid: int) -> None:
+    if os.getpid() == pid:  # a fork has neither the threads nor the connections
+        native.close()
