@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the C++ extensions: from FSDP_KERNELS_CUDA, CUDA_HOME, CXX, CXXFLAGS and the files here.
+"""Build the compiled modules: from FSDP_KERNELS_CUDA, CUDA_HOME, CXX, CXXFLAGS and the files here.
 
 FSDP_KERNELS_CUDA: ``auto`` (build the CUDA parts where the toolkit and the NCCL headers are),
 ``require`` (fail where they are not) or ``skip``. Nothing is downloaded, no hardware is looked at.
@@ -28,6 +28,9 @@ from setuptools.command.build_ext import build_ext
 
 # No contraction: the kernels promise the reference's bits. No errno: it keeps sqrt from a vector.
 FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra"
+# What the kernels are compiled for, as far as the toolkit can; of the last one there is PTX too, so
+# that every device from compute capability 8.0 on runs one of these.
+ARCHITECTURES = (80, 90, 100)
 
 
 class Cuda(NamedTuple):
@@ -71,23 +74,43 @@ def find_cuda(environ: Mapping[str, str]) -> Cuda | str:
     return f"no {', no '.join(missing)}"
 
 
+def nvcc_command(home: str, cxx: str) -> str:
+    """Spell nvcc with its flags; the host compiler and its flags are those of the other files."""
+    command = [f"{home}/bin/nvcc", "--list-gpu-code"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    archs = [arch for arch in ARCHITECTURES if f"sm_{arch}" in listed]
+    if not archs:
+        sys.exit(f"{command[0]}: expected one that knows sm_80, got {listed}. Take a newer one.")
+    codes = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    codes += [f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    words = shlex.split(cxx)
+    flags = [word for word in words if word.startswith("-")]
+    host = [f"-Xcompiler={flag}" for flag in flags if not flag.startswith(("-std=", "-O"))]
+    compiler = words[words.index(flags[0]) - 1]  # there may be a launcher before it
+    command = [command[0], f"-ccbin={compiler}", "-std=c++20", "-O3", "--fmad=false", *codes, *host]
+    return shlex.join([*command, "-Werror=all-warnings"])
+
+
 def extensions(cuda: Cuda | str) -> list[Extension]:
     """List the modules; sources are named relative to here, so no object depends on the place."""
 
     def module(name: str, include_dirs: list[str], link: list[str]) -> Extension:
-        sources = [f"csrc/bindings_{name}.cpp", *sorted(glob(f"csrc/{name}/*.cpp"))]
+        found = glob(f"csrc/{name}/*.cpp") + glob(f"csrc/{name}/*.cu")
+        sources = [f"csrc/bindings_{name}.cpp", *sorted(found)]
         return Extension(f"fsdp_kernels._{name}", sources, include_dirs, extra_link_args=link)
 
     modules = [module("cpu", [], ["-pthread"])]
     if isinstance(cuda, Cuda):
+        includes = [f"{cuda.home}/include", f"{cuda.nccl}/include"]
         # Hidden, so that no call lands in torch's copy: that one does not know our kernels.
         runtime = [f"{cuda.lib}/libcudart_static.a", "-Wl,--exclude-libs,ALL"]
         runtime += ["-pthread", "-ldl", "-lrt"]
+        modules.append(module("cuda", includes, runtime))
         # The wheel has no libnccl.so link, hence the versioned name. When torch has loaded its own
         # copy, the loader takes that; the run path serves an import without it.
         paths = f"$ORIGIN/../nvidia/nccl/lib:{cuda.nccl}/lib"
         link = [f"-L{cuda.nccl}/lib", "-l:libnccl.so.2", f"-Wl,-rpath,{paths}", *runtime]
-        modules.append(module("nccl", [f"{cuda.home}/include", f"{cuda.nccl}/include"], link))
+        modules.append(module("nccl", includes, link))
     return modules
 
 
@@ -99,14 +122,19 @@ class NinjaBuild(build_ext):
         cxx = f"{os.environ.get('CXX', 'g++')} {FLAGS} -Werror {os.environ.get('CXXFLAGS', '')}"
         lines = [f"builddir = {tree}", f"cxx = {cxx}", "rule cc", " depfile = $out.d"]
         lines += [" deps = gcc", " command = $cxx -MMD -MF $out.d $flags -c $in -o $out"]
+        if any(source.endswith(".cu") for ext in self.extensions for source in ext.sources):
+            nvcc = nvcc_command(toolkit_root(os.environ), cxx)
+            lines += ["rule cu", " depfile = $out.d", " deps = gcc"]
+            lines += [f" command = {nvcc} -MMD -MF $out.d $flags -c $in -o $out"]
         lines += ["rule ld", " command = $cxx -shared $in -o $out $flags"]
         for ext in self.extensions:
             name = ext.name.rpartition(".")[2]
             system = [*ext.include_dirs, pybind11.get_include(), sysconfig.get_paths()["include"]]
-            flags = shlex.join(["-Icsrc", *(f"-isystem{place}" for place in system)])
+            flags = " -isystem ".join(["-Icsrc", *map(shlex.quote, system)])
             objects = [f"{tree}/{name}/{source}.o" for source in ext.sources]
             for source, made in zip(ext.sources, objects, strict=True):
-                lines += [f"build {made}: cc {source}", f" flags = {flags}"]
+                rule = "cu" if source.endswith(".cu") else "cc"
+                lines += [f"build {made}: {rule} {source}", f" flags = {flags}"]
             built[ext.name] = f"{tree}/{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
             flags = shlex.join(ext.extra_link_args).replace("$", "$$")
             lines += [f"build {built[ext.name]}: ld {' '.join(objects)}", f" flags = {flags}"]

@@ -31,8 +31,8 @@ def build() -> dict[str, Any]:
 
 
 def test_setup_py_stays_small() -> None:
-    # A build is a short function of its inputs; 20 lines more than a page, for nvcc's rule.
-    assert len((ROOT / "setup.py").read_text().splitlines()) <= 140
+    # A build is a short function of its inputs. It makes three modules with two compilers.
+    assert len((ROOT / "setup.py").read_text().splitlines()) <= 160
 
 
 def test_no_torch_header_is_included() -> None:
