@@ -23,7 +23,7 @@ from fsdp_kernels._adam_plan import (
     check_sharded,
 )
 from fsdp_kernels._adam_state import FlatState
-from fsdp_kernels.accesses import NORM, SHARD_GRADS, announce, note
+from fsdp_kernels.accesses import SHARD_GRADS, note
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.trace import label
@@ -260,16 +260,14 @@ class ShardedAdamBase(torch.optim.Optimizer):
             grads = b.bucket.shard_grads
             assert grads is not None
             key = (b.bucket.comm, b.bucket.grad_scale)
-            note(b.bucket, "norm", SHARD_GRADS, NORM)
+            note(b.bucket, "norm", SHARD_GRADS)
             parts.setdefault(key, []).append(ops.norm(grads, b.table))
         totals: dict[Comm, Tensor] = {}
         for (comm, scale), norms in parts.items():
             squares = torch.stack(norms).sum(0)[:1] * (scale * scale)
             totals[comm] = totals[comm] + squares if comm in totals else squares
         for comm, total in totals.items():
-            announce(active[0].bucket, label("norm", ""), NORM, NORM)
             comm.all_reduce(total, label=label("norm", "")).wait()
-            note(active[0].bucket, "clip", NORM)
         return sum(totals.values(), torch.zeros_like(plan.one))
 
     def _update(self, plan: Plan, active: list[BucketPlan], used: Tensor, factor: Tensor) -> None:

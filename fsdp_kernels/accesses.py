@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 LEAF_GRADS = ("leaf grads",)  # of those leaves that have one
 FULL_GRADS = ("full_grads",)
 FULL_PARAMS = ("full_params",)
-NORM = ("norm",)
 REDUCED = ("reduced",)
 SHARD_GRADS = ("shard_grads",)
 SHARD_MASTER = ("shard_master",)
@@ -74,8 +73,6 @@ def _name(bucket: Bucket, kind: str) -> str:
     slot = {"full_params": bucket.slot, "full_grads": bucket.grads.slot}.get(kind)
     if slot is not None:
         return slot.name
-    if kind == "norm":
-        return kind  # of all buckets together
     if kind == "shard_params" and bucket.shard_params is bucket.shard_master:
         kind = "shard_master"
     if kind == "reduced" and bucket.grads.target is bucket.grads.shard_grads:

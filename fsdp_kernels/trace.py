@@ -140,6 +140,7 @@ def record_schedule() -> Iterator[Schedule]:
         if not _recorders:
             _compute_streams.clear()
             _announced.clear()
+            _results.clear()
         _recorders = (*_recorders, schedule)
     try:
         yield schedule
@@ -161,6 +162,7 @@ def emit(verb: str, unit: str, bucket: int | None = None) -> None:
 
 _compute_streams: dict[int, str] = {}
 _announced: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+_results: dict[int, tuple[str, ...]] = {}
 _own_events = itertools.count(1)
 
 
@@ -196,8 +198,11 @@ def recorded(stream: str, event: int) -> None:
 
 
 def waited(stream: str, event: int) -> None:
-    """Note that a stream waits for an event."""
+    """Note that a stream waits for an event; and then reads what nobody was announced to read."""
     _log(Waited(stream, event))
+    results = _results.pop(event, ())
+    if results:
+        access("fk.read", stream, results)
 
 
 def announce(label: str, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
@@ -226,19 +231,32 @@ class Issued:
 def collectives(compute: str, issued: Sequence[Issued]) -> None:
     """Note collectives that were issued together: one alone, or a group that shares its events.
 
+    What was not announced was made on the compute stream right before, and is read right after the
+    wait: so does all code here that does not keep the ticket.
+
     Args:
         compute: The compute stream whose work they wait for.
         issued: At least one.
     """
+    touched = [
+        _announced.pop(one.label) if one.label in _announced else _operands(one, compute)
+        for one in issued
+    ]
     for started in dict.fromkeys(one.started for one in issued):
         recorded(compute, started)
     for stream, start in dict.fromkeys((one.stream, one.started) for one in issued):
         waited(stream, start)
-    for one in issued:
-        reads, writes = _announced.pop(one.label, ((), ()))
+    for one, (reads, writes) in zip(issued, touched, strict=True):
         access(one.label, one.stream, reads, writes)
     for stream, done in dict.fromkeys((one.stream, one.done) for one in issued):
         recorded(stream, done)
+
+
+def _operands(one: Issued, compute: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = (f"operands of {one.label}",)
+    access(one.label, compute, writes=names)
+    _results[one.done] = _results.get(one.done, ()) + names
+    return names, names
 
 
 def _log(entry: Entry) -> None:

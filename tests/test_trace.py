@@ -120,9 +120,27 @@ def test_a_collective_has_the_buffers_that_were_announced_for_it() -> None:
         trace.announce("gather", ("shard",), ("full",))
         trace.collectives("compute", [Issued("gather", "gather", 3, 4)])
         trace.collectives("compute", [Issued("gather", "gather", 5, 6)])
-    alone = [entry for entry in schedule.log if isinstance(entry, Access)]
-    nothing = Access("gather", "gather")
-    assert alone == [nothing, Access("gather", "gather", ("shard",), ("full",)), nothing]
+    accesses = [e for e in schedule.log if isinstance(e, Access) and e.stream == "gather"]
+    other = Access("gather", "gather", *[("operands of gather",)] * 2)
+    assert accesses == [other, Access("gather", "gather", ("shard",), ("full",)), other]
+
+
+def test_what_is_not_announced_is_made_before_the_collective_and_read_after_the_wait() -> None:
+    with record_schedule() as schedule:
+        trace.collectives("compute", [Issued("sum", "gather", 1, 2)])
+        trace.waited("compute#2", 2)
+        trace.waited("compute", 2)
+    operands = ("operands of sum",)
+    assert schedule.log == [
+        Access("sum", "compute", writes=operands),
+        Recorded("compute", 1),
+        Waited("gather", 1),
+        Access("sum", "gather", operands, operands),
+        Recorded("gather", 2),
+        Waited("compute#2", 2),
+        Access("fk.read", "compute#2", operands),
+        Waited("compute", 2),
+    ]
 
 
 def test_a_group_of_collectives_shares_its_events() -> None:
@@ -132,12 +150,14 @@ def test_a_group_of_collectives_shares_its_events() -> None:
         Issued("c", "reduce", 1, 3),
     ]
     with record_schedule() as schedule:
+        for one in group:
+            trace.announce(one.label, ("x",), ("y",))
         trace.collectives("compute#2", group)
     assert schedule.log == [
         Recorded("compute#2", 1),
         Waited("gather", 1),
         Waited("reduce", 1),
-        *(Access(one.label, one.stream) for one in group),
+        *(Access(one.label, one.stream, ("x",), ("y",)) for one in group),
         Recorded("gather", 2),
         Recorded("reduce", 3),
     ]
