@@ -74,5 +74,5 @@ PYBIND11_MODULE(FK_CUDA_MODULE, m) {
   m.def("cuda_version", &cuda::cuda_version,
         "The toolkit that the kernels were compiled with: 13000 is 13.0.");
   m.def("architectures", &cuda::architectures,
-        "What the kernels were compiled for: 80 is sm_80; of the last one there is PTX too.");
+        "What the kernels were compiled for, worst first; compute_ is PTX, for newer devices.");
 }

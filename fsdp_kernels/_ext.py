@@ -15,7 +15,7 @@ def load(name: str) -> ModuleType | str:
     """Import one compiled module.
 
     Args:
-        name: ``"_cpu"`` or ``"_nccl"``.
+        name: ``"_cpu"``, ``"_cuda"`` or ``"_nccl"``.
 
     Returns:
         The module; or, where it was not built or a library that it needs is absent, why not.
@@ -36,6 +36,15 @@ def cpu() -> ModuleType | None:
             without a word.
     """
     return _required("_cpu")
+
+
+def cuda() -> ModuleType | None:
+    """Return the CUDA kernels, or None where they were not built (`ops` then uses Triton).
+
+    Raises:
+        ImportError: If they were built but do not load.
+    """
+    return _required("_cuda")
 
 
 def nccl() -> ModuleType | None:

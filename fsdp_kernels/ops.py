@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pick the implementation of each kernel: Triton for CUDA tensors, C++ for CPU tensors.
+"""Pick the implementation of each kernel: CUDA or Triton for CUDA tensors, C++ for CPU tensors.
 
-Where the C++ module was not built, CPU tensors take `triton_ops.reference`: same results, more
-passes over memory. What each kernel computes is spelled in that module's docstrings.
+`pack` and `norm` of CUDA tensors take the CUDA module where it was built, else Triton. Where the
+C++ module was not built, CPU tensors take `triton_ops.reference`: same results, more passes over
+memory. What each kernel computes is spelled in that module's docstrings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from triton_ops._common import AdamShard, FragmentTable
 
 _CPP = _ext.cpu()
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+_CUDA_DTYPES = frozenset(_CODES) - {torch.float64}  # the CUDA module's; Triton serves float64 too
+_MAX_DIMS = 8  # of a gradient that the CUDA module reads where it lies
 
 
 def pack(
@@ -25,6 +29,9 @@ def pack(
 ) -> None:
     """Cast gradients into their segments of a flat bucket; see `triton_ops.reference.pack`."""
     if out.is_cuda:
+        dtypes = {out.dtype, *(grad.dtype for grad in grads if grad is not None)}
+        if (module := _ext.cuda()) is not None and dtypes <= _CUDA_DTYPES:
+            return pack_with(module, grads, starts, out, accumulate=accumulate)
         from triton_ops.pack import pack as on_device
 
         return on_device(grads, starts, out, accumulate=accumulate)
@@ -32,7 +39,8 @@ def pack(
         return reference.pack(grads, starts, out, accumulate=accumulate)
     _common.check_pack("pack", grads, starts, out)
     # The list keeps copies of gradients with gaps alive until the kernel has read them.
-    dense = [None if grad is None else grad.contiguous() for grad in grads]
+    # A negated view (the imaginary part of a conjugate) has its sign beside its memory.
+    dense = [None if grad is None else grad.resolve_neg().contiguous() for grad in grads]
     sources = [
         (grad.data_ptr(), _CODES[grad.dtype], start, grad.numel())
         for grad, start in zip(dense, starts, strict=True)
@@ -45,6 +53,8 @@ def pack(
 def norm(grads: Tensor, table: FragmentTable) -> Tensor:
     """Sum squares and count non-finite elements; see `triton_ops.reference.norm`."""
     if grads.is_cuda:
+        if (module := _ext.cuda()) is not None and grads.dtype in _CUDA_DTYPES:
+            return norm_with(module, grads, table)
         from triton_ops.norm import norm as on_device
 
         return on_device(grads, table)
@@ -54,6 +64,51 @@ def norm(grads: Tensor, table: FragmentTable) -> Tensor:
     where = (grads.data_ptr(), _CODES[grads.dtype])
     sums = _CPP.norm(where, grads.numel(), _rows(table.host()), torch.get_num_threads())
     return torch.tensor(sums, dtype=torch.float64)
+
+
+def pack_with(
+    module: ModuleType,
+    grads: Sequence[Tensor | None],
+    starts: Sequence[int],
+    out: Tensor,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Run `pack` with the CUDA module, or with its build for the host (tests).
+
+    Reads strided gradients where they lie. Nothing is allocated or uploaded.
+    """
+    _common.check_pack("cuda pack", grads, starts, out)
+    sources, copies = [], []
+    for grad, start in zip(grads, starts, strict=True):
+        if grad is None:
+            continue
+        if grad.dim() > _MAX_DIMS or grad.is_neg():
+            grad = grad.resolve_neg().contiguous()
+            copies.append(grad)  # alive until the kernel is in the queue
+        shape = (None, None) if grad.is_contiguous() else (tuple(grad.shape), grad.stride())
+        sources.append((grad.data_ptr(), _CODES[grad.dtype], start, grad.numel(), *shape))
+    to = (out.data_ptr(), _CODES[out.dtype])
+    with _common.on_device(out):
+        module.pack(sources, to, out.numel(), accumulate, _stream(out))
+
+
+def norm_with(module: ModuleType, grads: Tensor, table: FragmentTable) -> Tensor:
+    """Run `norm` with the CUDA module, or with its build for the host (tests)."""
+    _common.check_flat("cuda norm grads", grads, grads.numel(), grads.device)
+    _common.check_table("cuda norm", table, grads.numel())
+    chunks = table.chunks(module.NORM_CHUNK_NUMEL, grads.device)
+    scratch = grads.new_empty(module.norm_partials(len(chunks)), dtype=torch.float64)
+    result = grads.new_empty(2, dtype=torch.float64)
+    where = (grads.data_ptr(), _CODES[grads.dtype])
+    with _common.on_device(grads):
+        module.norm(where, _rows(chunks), scratch.data_ptr(), result.data_ptr(), _stream(grads))
+    return result
+
+
+def _stream(tensor: Tensor) -> int:
+    """Return the handle of the current stream of the tensor's device; 0 on the host."""
+    return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else 0
 
 
 def adam_coefs(

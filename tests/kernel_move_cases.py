@@ -92,6 +92,17 @@ class PackContract:
             self.check_pack(gradients, out, accumulate)
             self.check_pack(gradients, out, accumulate, align=1)
 
+    def test_pack_reads_a_negated_view_with_its_sign(self) -> None:
+        values = torch.randn(2, 40, device=self.kernels.device)
+        negated = torch.complex(*values).conj().imag, torch._neg_view(values[0])
+        bucket = torch.empty(80, device=self.kernels.device)
+        self.kernels.pack(list(negated), [0, 40], bucket)
+        assert torch.equal(bucket, torch.cat((-values[1], -values[0])))
+
+    def test_pack_of_more_dimensions_than_most(self) -> None:
+        gradient = torch.randn(2, 3, 2, 2, 3, 2, 2, 3, 2, 2).permute(9, 7, 5, 3, 1, 0, 2, 4, 6, 8)
+        self.check_pack([gradient], FP32, accumulate=False)
+
     def test_pack_keeps_every_nan_a_nan(self) -> None:
         # Rounding the bits of this one as if it were a number would carry into the sign: -0.
         bits = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32)

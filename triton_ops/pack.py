@@ -139,7 +139,7 @@ def pack(
     common.check_device("triton pack", out)
     # Holds the contiguous copies until the launches are queued.
     present = [
-        (grad.contiguous(), start, start + grad.numel())
+        (grad.resolve_neg().contiguous(), start, start + grad.numel())
         for grad, start in zip(grads, starts, strict=True)
         if grad is not None and grad.numel()
     ]

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace fk::cuda {
@@ -51,9 +52,9 @@ void norm(const NormInput& input, double* partials, double* out, void* stream);
 // The elements that a chunk of `norm` should have, and may have at most.
 int64_t norm_chunk_numel();
 
-// The toolkit that the kernels were compiled with (13000 is 13.0), and for what: 80 is sm_80. The
-// last one is there as PTX too, for devices that are newer. On a host build: 0 and none.
+// The toolkit that the kernels were compiled with (13000 is 13.0), and for what: "sm_80", ...; of
+// the last one also PTX, "compute_100". On a host build: 0 and none.
 int cuda_version();
-std::vector<int> architectures();
+std::vector<std::string> architectures();
 
 }  // namespace fk::cuda

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -50,15 +51,17 @@ void norm(const NormInput& input, double* partials, double* out, void* stream) {
 #ifdef __CUDACC__
 int cuda_version() { return CUDART_VERSION; }
 
-std::vector<int> architectures() {
-  std::vector<int> list{__CUDA_ARCH_LIST__};  // 800 is sm_80
-  for (int& arch : list) arch /= 10;
-  return list;
+std::vector<std::string> architectures() {
+  std::vector<std::string> names;
+  const int listed[] = {__CUDA_ARCH_LIST__};  // 800 is sm_80
+  for (int arch : listed) names.push_back("sm_" + std::to_string(arch / 10));
+  names.push_back("compute_" + std::to_string(*std::rbegin(listed) / 10));
+  return names;
 }
 #else
 int cuda_version() { return 0; }
 
-std::vector<int> architectures() { return {}; }
+std::vector<std::string> architectures() { return {}; }
 #endif
 
 }  // namespace fk::cuda
