@@ -3,41 +3,34 @@
 // reductions, because one communicator runs its work in order whatever the streams are.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "nccl/api.h"
 #include "nccl/memory.h"
+#include "nccl/options.h"
 #include "nccl/ticket.h"
 
 namespace fk::nccl {
 
-struct Options {
-  int rank = 0, world = 1, device = 0;
-  std::string name = "nccl";  // in messages, and in NCCL's own log
-  double timeout_s = 600;     // from the issue of a collective to its completion
-  double init_timeout_s = 600;
-  bool blocking = false;
-  int min_ctas = 0, max_ctas = 0;  // 0: NCCL's default
-  int cta_policy = -1;             // NCCL_CTA_POLICY_*; -1: NCCL's default
-  Registration registration = Registration::kLocal;
-};
-
+// Threads take turns; abort(), failure() and take_messages() need not wait for theirs. All ranks
+// make the same calls in the same order.
+//
+// Errors are std::runtime_error, wrong arguments std::invalid_argument. The first failure ends the
+// communicator: what is on the device is aborted, and every later call throws the same text.
 class Communicator {
  public:
   using TicketPtr = std::shared_ptr<Ticket>;
 
-  // Returns when all ranks have joined; throws std::runtime_error after init_timeout_s.
+  // Returns when all ranks have joined; throws after init_timeout_s.
   Communicator(const Api& api, const Options& options, const std::string& unique_id);
   ~Communicator();  // aborts what is open
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Makes the second communicator. Until then reductions run on the first, and on its stream.
+  // Makes the second communicator, once. Until then reductions run on the first, and its stream.
   void open_reductions(const std::string& unique_id);
   bool has_reductions() const;
 
@@ -63,24 +56,27 @@ class Communicator {
   void end_group(cudaStream_t compute);
   void cancel_group() noexcept;  // what was queued is dropped: its tickets throw
 
-  // Null where NCCL's allocator gives none; messages say why. `collective`: every rank allocates
-  // the same at this point, which symmetric registration needs (others get the local one).
+  // Null where NCCL's allocator gives none, which a message explains. `collective`: every rank
+  // allocates the same at this point, which symmetric registration needs (else it is local).
   std::shared_ptr<Buffer> allocate(size_t nbytes, bool collective);
+
+  // Registers later buffers no further than this: what all ranks agreed that they have.
+  void limit_registration(Registration most);
 
   // What was done otherwise than asked for, each once, since the last call.
   std::vector<std::string> take_messages();
 
   std::string failure() const;  // empty: none
 
-  // Ends all work on the device that is not through. Later calls throw a text with `why`.
-  void abort(const std::string& why);
+  // Ends what is on the device. Later calls throw a text with `why`.
+  void abort(const std::string& why) noexcept;
 
   // Waits for the work in flight and for the peers, within limits. A second call does nothing.
   void close() noexcept;
 
  private:
   struct State;
-  const std::unique_ptr<State> state_;
+  std::unique_ptr<State> state_;
 };
 
 }  // namespace fk::nccl

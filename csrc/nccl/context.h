@@ -17,6 +17,11 @@ struct Context {
   // A forked child has neither the watchdog's thread nor a usable CUDA context, and its copies of
   // the mutexes may be locked for ever: it must touch nothing, and free nothing.
   bool forked() const;
+  void require_owner(const std::string& where) const;  // throws std::runtime_error if forked
+
+  // The text of a collective that failed on this rank.
+  std::string failed(const std::string& label, const char* operation,
+                     const std::string& what) const;
 
   const Api& api;
   const int device, rank, world;
@@ -25,19 +30,19 @@ struct Context {
   Failure failure;
 };
 
-// Makes the device current, and the one that was current again.
+// Makes the device current, and afterwards the one that was current before.
 // NOTE: restoring a device on which this process has no context makes one there, several hundred
 // MB. Callers make their rank's device the current one, so that nothing is switched.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(const Context& context);  // throws what check() throws
+  DeviceGuard(const Context& context, const std::string& where);  // throws std::runtime_error
   ~DeviceGuard();
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
   const Api& api_;
-  int previous_ = -1;
+  int previous_ = -1;  // -1: nothing to restore
 };
 
 }  // namespace fk::nccl

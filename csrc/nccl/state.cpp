@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "nccl/state.h"
+
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "nccl/poll.h"
+
+namespace fk::nccl {
+namespace {
+
+// How late the peers may be at close: the data is through by then, only they are waited for.
+constexpr double kCloseLimit = 30;
+
+Memory::Channels make_channels(const std::shared_ptr<Context>& context, const Options& options) {
+  const ChannelConfig config{options.timeout_s, options.init_timeout_s, options.blocking,
+                             options.min_ctas,  options.max_ctas,       options.cta_policy};
+  return {std::make_shared<Channel>(context, config, "gather"),
+          std::make_shared<Channel>(context, config, "reduce")};
+}
+
+}  // namespace
+
+Communicator::State::State(const Api& api, const Options& from)
+    : options(from),
+      context(std::make_shared<Context>(api, from.device, from.rank, from.world, from.name)),
+      events(std::make_shared<EventPool>(context)),
+      channels(make_channels(context, from)),
+      memory(context, from.registration),
+      watchdog(context, channels, from.timeout_s,
+               [this](const std::string& label, const char* operation, const std::string& what) {
+                 return fail(label, operation, what);
+               }) {}
+
+std::string Communicator::State::where() const { return cat("communicator '", options.name, "'"); }
+
+bool Communicator::State::is_alive() const {
+  return std::ranges::any_of(channels, [](const auto& channel) { return channel->is_alive(); });
+}
+
+Memory::Channels Communicator::State::open_channels() const {
+  Memory::Channels open;
+  std::ranges::copy_if(channels, std::back_inserter(open),
+                       [](const auto& channel) { return channel->is_open(); });
+  return open;
+}
+
+void Communicator::State::require_open(const std::string& label) const {
+  context->require_owner(label);
+  if (!closed) return;
+  const std::string before = context->failure.text();
+  throw std::runtime_error(
+      cat(label, ": expected an open communicator, got one that was closed. Make a new one.",
+          before.empty() ? "" : " It had failed: ", before));
+}
+
+void Communicator::State::require_usable(const std::string& label) {
+  require_open(label);
+  for (size_t i = 0; i < kChannels && !context->failure.is_set(); ++i) {
+    const std::optional<std::string> error = channels[i]->async_error();
+    if (!error) continue;
+    // It is of something that was issued before, not of what is about to be.
+    const std::optional<InFlight> oldest = watchdog.oldest(i);
+    fail(oldest ? oldest->label : label, oldest ? oldest->operation : "collectives", *error);
+  }
+  context->failure.raise_if_set();
+}
+
+Communicator::TicketPtr Communicator::State::submit(const std::string& label, Operation operation,
+                                                    cudaStream_t compute) {
+  require_usable(label);
+  operation.check(label, options.rank, options.world);
+  const auto ticket = std::make_shared<Ticket>(context, label, to_string(operation.kind));
+  operation.ticket = ticket;
+  if (operation.count == 0) {
+    ticket->nothing_to_do();
+  } else if (grouping) {
+    queue.push_back(std::move(operation));
+  } else {
+    issue({std::move(operation)}, compute);
+  }
+  return ticket;
+}
+
+void Communicator::State::issue(const std::vector<Operation>& operations, cudaStream_t compute) {
+  if (operations.empty()) return;
+  const std::string& label = operations.front().ticket->label();
+  try {
+    const DeviceGuard guard(*context, label);
+    const EventPtr started = events->record(compute, label);
+    // Gathers first: the same order of launches on every rank.
+    for (size_t channel = 0; channel < kChannels; ++channel) {
+      std::vector<const Operation*> own;
+      for (const Operation& one : operations) {
+        if (one.channel == channel) own.push_back(&one);
+      }
+      if (!own.empty()) issue_on(channel, own, started);
+    }
+  } catch (const std::exception& error) {
+    // The other ranks have issued it, or will: there is no going on from here.
+    context->failure.set(error.what());
+    abort_channels();
+    for (const Operation& one : operations) one.ticket->dropped();
+    context->failure.raise_if_set();
+  }
+}
+
+void Communicator::State::issue_on(size_t channel, const std::vector<const Operation*>& operations,
+                                   const EventPtr& started) {
+  const Operation& first = *operations.front();
+  const char* operation = to_string(first.kind);
+  std::string label = first.ticket->label();
+  if (operations.size() > 1) label += cat(" (first of a group of ", operations.size(), ')');
+  const cudaStream_t stream = channels[channel]->stream();
+  const Stopwatch since;
+  check(context->api, context->api.cudaStreamWaitEvent(stream, started->handle, 0), label,
+        "a stream to wait for an event", "Read the first CUDA error of this process.");
+  const std::optional<std::string> problem = channels[channel]->launch(operations);
+  if (problem) fail(label, operation, *problem);
+  // Also of a launch that failed half-way: whoever waits then reuses no memory that it still uses.
+  const EventPtr done = events->record(stream, label);
+  for (const Operation* one : operations) one->ticket->issued(started, done, stream);
+  context->failure.raise_if_set();
+  watchdog.watch(channel, {label, operation, done, since});
+}
+
+void Communicator::State::drop_group() noexcept {
+  grouping = false;
+  for (const Operation& one : queue) one.ticket->dropped();
+  queue.clear();
+}
+
+bool Communicator::State::fail(const std::string& label, const char* operation,
+                               const std::string& what) {
+  const bool first = context->failure.set(context->failed(label, operation, what));
+  abort_channels();
+  return first;
+}
+
+void Communicator::State::abort_channels() noexcept {
+  for (const auto& channel : channels) channel->abort();
+}
+
+void Communicator::State::shut(bool orderly) noexcept {
+  std::optional<DeviceGuard> guard;
+  try {
+    guard.emplace(*context, where());
+  } catch (const std::exception&) {
+    orderly = false;  // CUDA answers no more; what can be freed is freed
+  }
+  drop_group();
+  watchdog.stop();
+  if (orderly) {
+    for (Backoff backoff; !context->failure.is_set() && watchdog.look();) backoff.pause();
+  }
+  for (const auto& channel : channels) {
+    if (orderly && !context->failure.is_set()) {
+      const auto late = channel->finalize(std::min(options.timeout_s, kCloseLimit));
+      if (late) memory.report("close", *late);
+    }
+    channel->destroy();
+  }
+  events->close();
+}
+
+}  // namespace fk::nccl

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// The thread that notices what no caller waits for: a collective over its time, an error of NCCL.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "nccl/channel.h"
+#include "nccl/context.h"
+#include "nccl/events.h"
+#include "nccl/poll.h"
+
+namespace fk::nccl {
+
+// A collective, or a group of them, on its way.
+struct InFlight {
+  std::string label;
+  const char* operation;
+  EventPtr done;
+  Stopwatch since;  // its issue
+};
+
+class Watchdog {
+ public:
+  // Records the failure of a collective and ends what is on the device; whether it was the first.
+  using Fail =
+      std::function<bool(const std::string& label, const char* operation, const std::string& what)>;
+
+  Watchdog(std::shared_ptr<Context> context, std::vector<std::shared_ptr<Channel>> channels,
+           double limit_s, Fail fail);
+  ~Watchdog() { stop(); }
+
+  void start();
+
+  // Returns when the thread has ended. Not to be called in a forked child: it has no such thread.
+  void stop();
+
+  void watch(size_t channel, InFlight one);
+
+  // The oldest collective of a channel that is not known to be through.
+  std::optional<InFlight> oldest(size_t channel) const;
+
+  // Looks once, on the calling thread; whether something is still in flight.
+  bool look();
+
+ private:
+  struct Lane {
+    std::shared_ptr<Channel> channel;
+    std::deque<InFlight> in_flight;  // in the order of the channel's stream
+  };
+
+  void run();
+  bool idle() const;
+  bool look_at(size_t channel);
+  bool fail(const InFlight& one, const std::string& what);
+
+  const std::shared_ptr<Context> context_;
+  const double limit_s_;
+  const Fail fail_;
+  mutable std::mutex mutex_;  // never held across a call of CUDA or NCCL
+  std::condition_variable wake_;
+  std::vector<Lane> lanes_;
+  bool stopping_ = false;
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace fk::nccl
