@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check everything that needs one CUDA device, offline, in under eight minutes.
 
-Builds in place, runs the tests marked ``gpu``, then the kernel benches, with the Python that runs
-this file; nothing is installed. Leaves one JSON file, also when a part fails or time runs out, and
-exits 1 then.
+Builds in place, runs the tests marked ``gpu`` group by group, then the benches in a short form,
+with the Python that runs this file; nothing is installed. Leaves one JSON file, complete after each
+part, whatever became of it, and exits 1 unless every part passed or had a reason to be skipped.
 """
 
 from __future__ import annotations
@@ -11,101 +11,105 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 450
-BUILD_S, TESTS_S, BENCH_S = 150, 270, 120
+from parts import ROOT, Part, Report, Result, Tests, run_all
 
-
-def run(command: list[str], limit: float, **environ: str) -> dict[str, Any]:
-    """Run a command of this Python in the repository; print its output; return how it went."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environ}
-    print("$ python", *command, flush=True)
-    begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=max(limit, 1),
-            check=False,
-        )
-        output, status = done.stdout, "passed" if done.returncode == 0 else "failed"
-    except subprocess.TimeoutExpired as expired:
-        partial = expired.stdout or b""
-        output = partial.decode(errors="replace") if isinstance(partial, bytes) else partial
-        status = f"timed out after {limit:.0f} s"
-    print(output, flush=True)
-    seconds = round(time.monotonic() - begin, 1)
-    return {"status": status, "seconds": seconds, "output": output.splitlines()[-40:]}
+LIMIT_S = 470
+BUILD = ("setup.py", "build_ext", "--inplace")
+KERNELS = ("-m", "gpu", "tests/test_device_kernels.py")
+SANITIZED = ("bench/gpu_small.py", "--device", "cuda")
+# Every tensor in an allocation of its own: past its end lies nothing that may be touched.
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+ADAM = ("bench/adam.py", "--device", "cuda", "--numel", str(1 << 28), "--rounds", "7")
+STEP = ("bench/step.py", "--device", "cuda", "--world", "1", "--rounds", "7", "--dtype", "bf16")
+STEP_SIZES = ("--dim", "1024", "--layers", "8", "--batch", "8", "--sequence", "512")
 
 
-def tests(limit: float, report: Path) -> dict[str, Any]:
-    """Run the tests marked gpu; count them."""
-    options = ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    result = run([*options, f"--junitxml={report}"], limit)
-    if report.is_file():
-        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-        counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors")}
-        result |= counts | {"skipped": int(suite.get("skipped", 0))}
-        report.unlink()
-        if counts["tests"] == result["skipped"]:
-            result["status"] = "failed: no test ran"
-    return result
+def sanitizer(tool: str) -> dict[str, tuple[str, ...]]:
+    """Run a part under compute-sanitizer, where that is there and can look into the device."""
+    options = ("--tool", tool, "--error-exitcode", "9", "--print-limit", "20")
+    cannot = ("Device not supported", "No attachable process found")
+    return {"under": ("compute-sanitizer", *options), "skip_if": cannot}
 
 
-def bench(command: list[str], limit: float) -> dict[str, Any]:
-    """Run a bench; its last line is its result."""
-    result = run(command, limit)
-    if result["status"] == "passed":
-        result["result"] = json.loads(result.pop("output")[-1])
-    return result
+PARTS: list[Part] = [
+    Part("device", 30, ("bench/gpu_device.py",), figures=True),
+    Part("build", 60, BUILD, environ={"FSDP_KERNELS_CUDA": "require"}),
+    Part("environment", 10, ("-m", "fsdp_kernels.cli", "env", "--json")),
+    Tests("triton kernels", 65, (*KERNELS, "-k", "TestTriton"), workers=4),
+    Tests("cuda kernels", 30, (*KERNELS, "-k", "TestOps"), workers=4),
+    Part("memcheck", 25, SANITIZED, environ=UNCACHED, **sanitizer("memcheck")),
+    Part("racecheck", 20, SANITIZED, **sanitizer("racecheck")),
+    Tests("one rank", 55, ("-m", "gpu", "tests/test_device.py", "tests/test_device_nccl.py")),
+    Tests("streams", 25, ("-m", "gpu", "tests/test_device_streams.py")),
+    Tests("two ranks", 45, ("-m", "gpu", "tests/test_device_two_ranks.py"), may_skip=True),
+    Part("bench kernels", 20, ("bench/kernels.py", "--device", "cuda"), figures=True),
+    Part("bench adam bf16", 20, (*ADAM, "--dtype", "bf16"), figures=True),
+    Part("bench adam fp32", 15, (*ADAM, "--dtype", "fp32"), figures=True),
+    Part("bench step", 30, (*STEP, *STEP_SIZES), figures=True),
+    Part("bench host", 20, ("bench/host.py", "--device", "cuda", "--units", "32"), figures=True),
+]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="beside device and build")
+    parser.add_argument(
+        "--list", action="store_true", help="print the parts and what they may take"
+    )
     args = parser.parse_args()
+    if args.list:
+        for part in PARTS:
+            print(f"{part.reserved_s:>5.0f} s  {part.name}")
+        print(f"{sum(part.reserved_s for part in PARTS):>5.0f} s  of {LIMIT_S} s")
+        return 0
+    parts = chosen(args.only)
     args.output.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC)
-    report = args.output / f"gpu_check-{now:%Y%m%d-%H%M}.json"
-    deadline = time.monotonic() + LIMIT_S
-
-    def left(most: float) -> float:
-        return min(most, deadline - time.monotonic())
-
-    results: dict[str, Any] = {"bench": "gpu_check", "date": f"{now:%Y-%m-%d %H:%M}"}
-
-    def note(name: str, result: dict[str, Any]) -> bool:
-        results[name] = result
-        report.write_text(json.dumps(results, indent=1) + "\n")  # after each part: one may hang
-        return str(result["status"]) == "passed"
-
-    device = "import torch; assert torch.cuda.is_available(), 'no CUDA device'"
-    if not note("device", run(["-c", device], left(60))):
-        print("gpu-check: expected a CUDA device, found none. Run it on a CUDA host.")
-        return 1
-    good = note("build", run(["setup.py", "build_ext", "--inplace"], left(BUILD_S)))
-    good &= note("environment", run(["-m", "fsdp_kernels.cli", "env", "--json"], left(60)))
-    good &= note("tests", tests(left(TESTS_S), args.output / "gpu_check.xml"))
-    for dtype in ("bf16", "fp32"):
-        command = ["bench/adam.py", "--device", "cuda", "--dtype", dtype, "--numel", str(1 << 28)]
-        good &= note(f"adam-{dtype}", bench(command, left(BENCH_S)))
-    summary = {name: part["status"] for name, part in results.items() if isinstance(part, dict)}
-    print(f"wrote {report.name}")
-    print(json.dumps(summary))
+    head = {"bench": "gpu_check", "date": f"{now:%Y-%m-%d %H:%M}", "parts": {}}
+    report = Report(args.output / f"gpu_check-{now:%Y%m%d-%H%M%S}.json", head)
+    good = run_all(parts, LIMIT_S, report, lambda part, result: follow(part, result, report))
+    report.content["passed"] = good
+    report.write()
+    summarise(report.content["parts"])
+    print(f"wrote {report.path}")
     return 0 if good else 1
+
+
+def chosen(only: list[str] | None) -> list[Part]:
+    """Return the parts with these names, and the two that all others need."""
+    names = {part.name for part in PARTS}
+    if unknown := set(only or ()) - names:
+        sys.exit(f"--only: expected names of {sorted(names)}, got {sorted(unknown)}.")
+    return [p for p in PARTS if only is None or p.name in ("device", "build", *only)]
+
+
+def follow(part: Part, result: Result, report: Report) -> bool:
+    """Take the versions; end without a device; without nvcc, build what needs none."""
+    if part.name == "device":
+        report.content["versions"] = result.get("figures", {})
+        if result["status"] != "passed":
+            print("gpu-check: expected a CUDA device, found none. Run it on a CUDA host.")
+            print(*result.get("output", ()), sep="\n")
+            return False
+    if part.name == "build" and result["status"] != "passed":
+        # The other parts say more with the CPU module alone than with nothing.
+        without = Part("build without CUDA", 0, BUILD, environ={"FSDP_KERNELS_CUDA": "skip"})
+        report.note(without.name, without.run(60))
+    return True
+
+
+def summarise(parts: dict[str, Any]) -> None:
+    """Print a line for each part, and all of it as one line of JSON."""
+    for name, result in parts.items():
+        tests = f"{result['tests']} tests" if "tests" in result else ""
+        why = result.get("why", "")
+        print(f"{name:20}{result['status']:12}{result.get('seconds', 0):>7.1f} s  {tests}  {why}")
+    print(json.dumps({name: result["status"] for name, result in parts.items()}))
 
 
 if __name__ == "__main__":

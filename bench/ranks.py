@@ -22,8 +22,11 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+def run(fn: Callable[..., Any], world: int, *args: Any, device: str = "cpu") -> list[Any]:
     """Call `fn(rank, world, *args)` in `world` forked processes, one thread each.
+
+    With `device="cuda"` ranks talk over NCCL, each on a device of its own. This process must not
+    have used CUDA.
 
     Returns:
         What the calls returned, in rank order.
@@ -36,7 +39,7 @@ def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         processes, pipes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            setup = (rank, world, store)
+            setup = (rank, world, store, device)
             process = context.Process(target=_main, args=(setup, theirs, fn, args), daemon=True)
             process.start()
             theirs.close()
@@ -56,12 +59,18 @@ def run(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 
 
 def _main(
-    setup: tuple[int, int, str], pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+    setup: tuple[int, int, str, str],
+    pipe: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    rank, world, store = setup
+    rank, world, store, device = setup
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     result = fn(rank, world, *args)
     dist.barrier()
     pipe.send(result)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step: ours against torch FSDP2, DDP and the unsharded model, over gloo on CPU.
+"""A training step: ours against torch FSDP2, DDP and the unsharded model, on CPU or CUDA.
 
 A step is forward, backward, clipping, optimizer and zero_grad of a small transformer. All sides
 start from the same weights, see the same data, and must agree on the losses before they are timed.
 "Unsharded" trains on a rank's own part of the data with nobody to talk to: what is left is the
-price of the other ranks.
+price of the other ranks. On CPU the ranks talk over gloo, on CUDA over NCCL, a device for each.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check(made: dict[str, Side], shape: Shape) -> dict[str, list[float]]:
 
 
 def count(side: Side, tokens: torch.Tensor) -> dict[str, Any]:
-    """Count what one step sends."""
+    """Count what one step sends through torch; NCCL that we call ourselves is not seen."""
     with ranks.TrafficCounter() as counter:
         side.step(tokens)
     traffic = counter.traffic
@@ -70,7 +70,7 @@ def transfers(shape: Shape) -> dict[str, Transfer]:
     """Make the transfers that bound a step: a copy and a gather of one block's bucket."""
     numel = sum(p.numel() for p in build(shape).blocks[0].parameters())
     world = dist.get_world_size()
-    shard = torch.zeros(-(-numel // world), dtype=shape.dtype)
+    shard = torch.zeros(-(-numel // world), dtype=shape.dtype, device=shape.device)
     full, target = shard.new_zeros(2, world * shard.numel())
     comm = ProcessGroupComm()
     nbytes = full.numel() * full.element_size()
@@ -90,9 +90,10 @@ def bandwidths(made: dict[str, Transfer], seconds: dict[str, list[float]]) -> di
 
 def measure(rank: int, world: int, shape: Shape, rounds: int) -> dict[str, Any]:
     """Do everything that takes all ranks; rank 0 prints the ceiling first."""
+    clock = rows.device_clock if shape.device == "cuda" else None
     moved = transfers(shape)
     runs = {name: one.run for name, one in moved.items()}
-    first = bandwidths(moved, ranks.interleave(runs, 10))
+    first = bandwidths(moved, ranks.interleave(runs, 10, clock))
     if rank == 0:
         print(
             f"ceiling, a block's bucket: copy {first['copy'] / 1e9:.1f} GB/s read plus written, "
@@ -104,7 +105,7 @@ def measure(rank: int, world: int, shape: Shape, rounds: int) -> dict[str, Any]:
     tokens = batch(shape, CHECKED_STEPS, [rank])
     traffic = {name: count(side, tokens) for name, side in made.items()}
     steps = {name: partial(side.step, tokens) for name, side in made.items()}
-    seconds = ranks.interleave({**steps, **runs}, rounds)
+    seconds = ranks.interleave({**steps, **runs}, rounds, clock)
     return {
         "ceiling": bandwidths(moved, seconds),
         "losses": losses,
@@ -142,19 +143,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of computation")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--record", action="store_true", help="append to bench/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print("environment")
     found = rows.describe()
-    shape = Shape(args.dim, args.layers, args.batch, args.sequence, DTYPES[args.dtype])
-    measured = ranks.run(measure, args.world, shape, args.rounds)[0]
+    sizes = args.dim, args.layers, args.batch, args.sequence
+    shape = Shape(*sizes, DTYPES[args.dtype], args.device)
+    measured = ranks.run(measure, args.world, shape, args.rounds, device=args.device)[0]
     print(f"losses agree: {', '.join(f'{loss:.4f}' for loss in measured['losses']['ours'])}")
     table = tabulate(measured)
     result = {
         **{key: getattr(args, key) for key in ("world", "dim", "layers", "batch", "sequence")},
         "dtype": args.dtype,
+        "device": args.device,
         "rounds": args.rounds,
         "ceiling_gb_per_s": {name: value / 1e9 for name, value in measured["ceiling"].items()},
         "losses": measured["losses"],

@@ -24,13 +24,14 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model, of one rank's batch, and the dtype of computation."""
+    """Sizes of the model, of one rank's batch, the dtype of computation, and where it happens."""
 
     dim: int
     layers: int
     batch: int
     sequence: int
     dtype: torch.dtype
+    device: str = "cpu"
 
 
 class Block(nn.Module):
@@ -73,7 +74,7 @@ class Transformer(nn.Module):
 def build(shape: Shape) -> Transformer:
     """Build the same model every time and on every rank."""
     torch.manual_seed(0)
-    return Transformer(shape)
+    return Transformer(shape).to(shape.device)
 
 
 def batch(shape: Shape, step: int, ranks: Iterable[int]) -> Tensor:
@@ -83,7 +84,7 @@ def batch(shape: Shape, step: int, ranks: Iterable[int]) -> Tensor:
         generator = torch.Generator().manual_seed(1009 * step + rank)
         size = (shape.batch, shape.sequence + 1)
         parts.append(torch.randint(VOCABULARY, size, generator=generator))
-    return torch.cat(parts)
+    return torch.cat(parts).to(shape.device)
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Side:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Take one training step and return the loss."""
-        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+        with torch.autocast(tokens.device.type, self.autocast, enabled=self.autocast is not None):
             loss = self.model(tokens)
         loss.backward()
         if self.clip is not None:
@@ -139,7 +140,7 @@ def _ours(shape: Shape, policy: MixedPrecisionPolicy, rank: int, *, fused: bool)
 
 def _fsdp2(shape: Shape, policy: MixedPrecisionPolicy, rank: int, world: int, **form: Any) -> Side:
     model = build(shape)
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(shape.device, (world,))
     for block in model.blocks:
         torch_fully_shard(block, mesh=mesh, mp_policy=policy)
     torch_fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -21,6 +21,7 @@ BENCHES = {
         "--numel 5000 --rounds 2",
         {"speedup", "speedup_buffer_kept", "ceiling_gb_per_s", "sides"},
     ),
+    "kernels": ("--numel 5000 --rounds 2", {"pack", "norm", "pack_speedup", "norm_speedup"}),
     "step": (STEP, {"speedup_over_fsdp2", "speedup_over_ddp", "losses", "ceiling_gb_per_s"}),
     "host": ("--units 3 --rounds 2", {"least_ratio", "worlds"}),
 }
@@ -47,6 +48,13 @@ def test_bench_ends_in_one_json(bench: str) -> None:
     result = run(bench)
     assert BENCHES[bench][1] | {"bench", "date", "command", "environment"} <= result.keys()
     assert result["bench"] == bench
+
+
+def test_every_kernel_runs_on_small_data() -> None:
+    """What `make gpu-check` runs under compute-sanitizer."""
+    command = [sys.executable, str(BENCH / "gpu_small.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout) == {"adam": 1, "ops pack": 18, "ops norm": 3}
 
 
 def test_step_sends_less_than_fsdp2() -> None:
