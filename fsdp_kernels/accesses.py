@@ -75,6 +75,10 @@ def _name(bucket: Bucket, kind: str) -> str:
         return slot.name
     if kind == "shard_params" and bucket.shard_params is bucket.shard_master:
         kind = "shard_master"
-    if kind == "reduced" and bucket.grads.target is bucket.grads.shard_grads:
-        kind = "shard_grads"
+    generation = {
+        "shard_grads": bucket.grads.generation,
+        "reduced": bucket.grads.target_generation,
+    }.get(kind)
+    if generation:
+        return f"shard_grads[{bucket.label}]#{generation}"
     return f"{kind}[{bucket.label}]"

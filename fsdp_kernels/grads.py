@@ -32,9 +32,11 @@ class BucketGrads:
 
     Attributes:
         shard_grads: 1-D [shard_numel], own dtype, or None; its contents count only while `present`.
+        generation: Number of the memory that `shard_grads` is; recorded schedules tell by it.
         present: Whether `shard_grads` holds a sum.
         slot: What the full gradients lie in, from the first packing to the end of the reduction.
         target: What the reduction under way writes: `shard_grads`, or memory of its own.
+        target_generation: Which `shard_grads` that is; 0 for memory of its own.
         scale: What turns `shard_grads` into the mean over ranks: 1/world, or 1.0 once it has been
             applied.
         arrived: Per parameter, whether its gradient came in the present backward.
@@ -51,6 +53,7 @@ class BucketGrads:
         n = len(bucket.shapes)
         self.starts = [segment.start for segment in bucket.layout.segments]
         self.shard_grads: Tensor | None = None
+        self.generation = 0
         self.present = False
         self.scale = 1.0
         self.arrived = [False] * n
@@ -65,6 +68,7 @@ class BucketGrads:
         self.full_grads: Tensor | None = None
         self._ticket: Ticket | None = None
         self.target: Tensor | None = None
+        self.target_generation = 0
 
     # -- pack and reduce --------------------------------------------------------------------------
 
@@ -116,8 +120,10 @@ class BucketGrads:
         numel, dtypes = bucket.layout.shard_numel, bucket.dtypes
         if not self.present and dtypes.own == dtypes.reduce:
             self.target = self._storage()
+            self.target_generation = self.generation
         else:
             self.target = self.full_grads.new_empty(numel)
+            self.target_generation = 0
             note(bucket, "allocate", writes=REDUCED)
         emit("reduce", bucket.unit.name, bucket.index)
         name = label("reduce", bucket.unit.name, bucket.index)
@@ -141,15 +147,16 @@ class BucketGrads:
             self._release_full()
         mean = 1.0 / self.bucket.comm.world
         self._apply_cleared()
-        note(self.bucket, "accumulate", REDUCED, SHARD_GRADS)
         if not self.present:
             storage = self._storage()
             if storage is not target:
                 storage.copy_(target)
+                note(self.bucket, "accumulate", REDUCED, SHARD_GRADS)
             self.scale = mean
         else:
             assert self.shard_grads is not None
             self.shard_grads.add_(target, alpha=1.0 if self.scale == mean else mean)
+            note(self.bucket, "accumulate", REDUCED, SHARD_GRADS)
         self._let_target_go()
         self.present = True
         self._cleared.clear()
@@ -183,6 +190,7 @@ class BucketGrads:
             self.shard_grads = torch.zeros(
                 bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device
             )
+            self.generation += 1
             note(bucket, "allocate", writes=SHARD_GRADS)
         return self.shard_grads
 
