@@ -92,12 +92,15 @@ class Turn:
     dtype: torch.dtype = torch.float64
     scale: float = 1.0
     sharded: bool = True
+    device: str = "cpu"
 
     def rand(self, *shape: int, salt: int = 0) -> Tensor:
         """Return the same numbers whenever this rank asks for them in this step."""
         seed = 1_000_003 * salt + 1009 * self.step + self.rank + 1
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(
+            self.device, self.dtype
+        )
 
     def backward(self, loss: Tensor, **kwargs: Any) -> Tensor:
         """Run backward, and return the loss as the whole batch sees it."""
@@ -135,6 +138,7 @@ class Scenario:
     """How to build, shard, train and compare.
 
     Attributes:
+        device: Where both models and the data are; ranks compare on the host, over gloo.
         build: Makes the model; called under a fixed seed.
         play: One rank's turn in one step.
         dtype: Of the whole model and its data; None leaves the model as it is built.
@@ -155,6 +159,7 @@ class Scenario:
     fed: bool = False
     params: Callable[[nn.Module], Any] = lambda model: model.parameters()
     rtol: float = RTOL
+    device: str = "cpu"
 
 
 def build(factory: Callable[[], nn.Module], dtype: torch.dtype | None = None) -> nn.Module:
@@ -183,7 +188,7 @@ def full_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     dist.all_gather(every_length, lengths)
     longest = int(max(each.sum() for each in every_length))
     flat = torch.zeros(longest, dtype=torch.float64)
-    flat[: int(lengths.sum())] = torch.cat([t.detach().double() for t in local])
+    flat[: int(lengths.sum())] = torch.cat([t.detach().double().cpu() for t in local])
     every_flat = [torch.empty_like(flat) for _ in range(world)]
     dist.all_gather(every_flat, flat)
     pieces = [
@@ -226,6 +231,7 @@ def storage_bytes(tensors: list[Tensor]) -> int:
 def assert_close(got: Tensor, want: Tensor, what: str, rtol: float = RTOL, floor: float = 0.0):
     """Check that a difference is within rtol of the expected norm (or of the floor)."""
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    got, want = got.cpu(), want.cpu()
     error = (got.double() - want.double()).norm().item()
     bound = rtol * max(want.double().norm().item(), floor)
     assert error <= bound, f"{what}: off by {error:.3e}, at most {bound:.3e} allowed"
@@ -278,15 +284,17 @@ def assert_moments(
 
 def mean_loss(loss: Tensor) -> Tensor:
     """Average a loss over ranks."""
-    total = loss.detach().double().clone()
+    total = loss.detach().double().cpu().clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
-def turns(rank: int, world: int, step: int, dtype: torch.dtype) -> Iterator[Turn]:
+def turns(
+    rank: int, world: int, step: int, dtype: torch.dtype, device: str = "cpu"
+) -> Iterator[Turn]:
     """Yield the oracle's turns: every rank's, with the loss divided by the world size."""
     for other in range(world):
-        yield Turn(other, world, step, dtype, scale=1 / world, sharded=False)
+        yield Turn(other, world, step, dtype, scale=1 / world, sharded=False, device=device)
 
 
 def check(rank: int, world: int, scenario: Scenario) -> None:
@@ -298,16 +306,17 @@ def train(rank: int, world: int, scenario: Scenario) -> nn.Module:
     """Do the same and return the sharded model."""
     s = scenario
     data = s.dtype or torch.float32
-    plain = build(s.build, s.dtype)
-    sharded = s.shard(build(s.build, s.dtype))
+    plain = build(s.build, s.dtype).to(s.device)
+    sharded = s.shard(build(s.build, s.dtype).to(s.device))
     optimizer, oracle = s.optimizer(s.params(sharded)), s.oracle(s.params(plain))
     for step in range(s.steps):
         where = f"rank {rank} of {world}, step {step}"
         if s.before is not None:
             s.before(sharded, step)
             s.before(plain, step)
-        loss = s.play(sharded, Turn(rank, world, step, data))
-        want = torch.stack([s.play(plain, turn) for turn in turns(rank, world, step, data)]).sum()
+        loss = s.play(sharded, Turn(rank, world, step, data, device=s.device))
+        others = turns(rank, world, step, data, s.device)
+        want = torch.stack([s.play(plain, turn) for turn in others]).sum()
         assert_close(mean_loss(loss), want, f"{where}: loss", s.rtol)
         assert states(sharded) == {"SHARDED"}, f"{where}: units left {states(sharded)}"
         # Reading a gradient applies the divisor there and then: odd steps leave that to the step.
