@@ -6,6 +6,7 @@
 #include <array>
 #include <stdexcept>
 
+#include "bindings_arena.h"
 #include "cpu/kernels.h"
 #include "cpu/level.h"
 
@@ -90,4 +91,5 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("level", [] { return cpu::level().name; }, "The instruction set in use.");
   m.def("levels", &cpu::levels, "The instruction sets that this processor has, worst first.");
   m.def("set_level", &cpu::set_level);
+  fk::shm::bind_arena(m);
 }
