@@ -66,22 +66,22 @@ void Channel::open(const std::string& unique_id) {
   ncclResult_t result;
   {
     const std::lock_guard lock(mutex_);
-    ncclComm_t comm = nullptr;
     result =
-        context_->api.ncclCommInitRankConfig(&comm, context_->world, id, context_->rank, &config);
-    comm_.store(comm);
+        context_->api.ncclCommInitRankConfig(&made_, context_->world, id, context_->rank, &config);
+    comm_.store(made_);
   }
-  const std::optional<std::string> problem = settle(result, config_.init_timeout_s);
-  if (!problem) {
+  result = poll(result, config_.init_timeout_s);
+  if (result == ncclSuccess) {
     joined_.store(true, std::memory_order_release);
     return;
   }
+  const std::string problem = explain(result);
   abort();
   context_->failure.raise_if_set();
   throw std::runtime_error(cat(where(), ": expected all ", context_->world,
                                " ranks to join within ", seconds(config_.init_timeout_s),
                                ", got on rank ", context_->rank, " after ",
-                               seconds(watch.seconds()), ": ", *problem,
+                               seconds(watch.seconds()), ": ", problem,
                                ". Check that all ranks run, that each has its own GPU, and that "
                                "they reach each other (NCCL_SOCKET_IFNAME names the interface); "
                                "read the first error of the other ranks."));
@@ -114,24 +114,28 @@ ncclResult_t Channel::state_of(ncclComm_t comm) {
   return result == ncclSuccess ? state : result;
 }
 
-std::optional<std::string> Channel::settle(ncclResult_t result, double limit_s) {
+ncclResult_t Channel::poll(ncclResult_t result, double limit_s) {
   const Stopwatch watch;
   for (Backoff backoff; result == ncclInProgress; backoff.pause()) {
     result = locked([&](ncclComm_t comm) { return state_of(comm); });
-    if (result != ncclInProgress) break;
-    if (context_->failure.is_set() || comm_.load() == nullptr) return "aborted by another thread";
-    if (watch.seconds() > limit_s) {
-      return cat("still in progress after ", seconds(watch.seconds()), " (time limit ",
-                 seconds(limit_s), ')');
-    }
+    if (context_->failure.is_set() || !is_alive() || watch.seconds() > limit_s) break;
   }
-  return explain(result);
+  return result;
 }
 
-std::optional<std::string> Channel::explain(ncclResult_t result) {
-  if (result == ncclSuccess || result == ncclInProgress) return std::nullopt;
+std::string Channel::explain(ncclResult_t result) {
+  if (result == ncclInProgress) return is_alive() ? "still in progress" : "aborted meanwhile";
   const std::lock_guard lock(mutex_);
   return describe(context_->api, result, comm_.load());
+}
+
+std::optional<std::string> Channel::settle(ncclResult_t result, double limit_s) {
+  const Stopwatch watch;
+  result = poll(result, limit_s);
+  if (result == ncclSuccess) return std::nullopt;
+  const std::string problem = explain(result);
+  if (result != ncclInProgress) return problem;
+  return cat(problem, " after ", seconds(watch.seconds()), " (time limit ", seconds(limit_s), ')');
 }
 
 std::optional<std::string> Channel::async_error() {
@@ -178,14 +182,12 @@ void Channel::abort() noexcept {
 
 std::optional<std::string> Channel::finalize(double limit_s) noexcept {
   if (!is_open()) return std::nullopt;
-  const Stopwatch watch;
   const Api& api = context_->api;
-  ncclResult_t result = locked([&](ncclComm_t comm) { return api.ncclCommFinalize(comm); });
-  std::optional<std::string> problem = settle(result, limit_s);
-  if (problem) {
+  const ncclResult_t result = locked([&](ncclComm_t comm) { return api.ncclCommFinalize(comm); });
+  if (const auto problem = settle(result, limit_s)) {
     abort();
-    return cat(where(), ": expected all ranks to close it, got after ", seconds(watch.seconds()),
-               ": ", *problem, ". It was aborted; close it on all ranks.");
+    return cat(where(), ": expected all ranks to close it, got on rank ", context_->rank, ": ",
+               *problem, ". It was aborted; close it on all ranks.");
   }
   joined_.store(false, std::memory_order_release);
   const std::lock_guard lock(mutex_);

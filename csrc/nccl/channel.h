@@ -67,10 +67,14 @@ class Channel {
   std::string where() const;
   ncclConfig_t nccl_config() const;
   ncclResult_t enqueue(const std::vector<const Operation*>& operations);
-  // Waits while NCCL works in the background on what returned `result`; what went wrong otherwise.
+  // Waits while NCCL works in the background on what returned `result`. Still ncclInProgress: the
+  // limit has passed, or somebody aborted.
+  ncclResult_t poll(ncclResult_t result, double limit_s);
+  std::string explain(ncclResult_t result);
+  // The same in words; nothing if it went well.
   std::optional<std::string> settle(ncclResult_t result, double limit_s);
   ncclResult_t state_of(ncclComm_t comm);
-  std::optional<std::string> explain(ncclResult_t result);
+
   // Calls with the communicator, under the lock; ncclInProgress if it is gone.
   template <class Call>
   ncclResult_t locked(const Call& call);
@@ -80,6 +84,7 @@ class Channel {
   const std::string name_;
   std::atomic<cudaStream_t> stream_{nullptr};
   std::mutex mutex_;
+  ncclComm_t made_ = nullptr;              // NCCL's, which may write it in the background
   std::atomic<ncclComm_t> comm_{nullptr};  // changed under the lock; abort() may go without
   std::atomic<bool> joined_{false};
 };

@@ -30,7 +30,7 @@ void Communicator::open_reductions(const std::string& unique_id) {
   const std::string where = state_->where();
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
-  state_->require_usable(where);
+  state_->require_usable(where, "open_reductions");
   check_unique_id(state_->options, unique_id);
   const auto& channel = state_->channels[State::kReduce];
   if (channel->is_open()) {
@@ -119,7 +119,7 @@ void Communicator::begin_group() {
   const std::string where = state_->where();
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
-  state_->require_usable(where);
+  state_->require_usable(where, "begin_group");
   if (state_->grouping) {
     throw std::runtime_error(cat(where,
                                  ": expected end_group before another begin_group, got an "
@@ -133,7 +133,7 @@ void Communicator::end_group(cudaStream_t compute) {
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
   try {
-    state_->require_usable(where);
+    state_->require_usable(where, "end_group");
   } catch (const std::exception&) {
     state_->drop_group();
     throw;
@@ -156,13 +156,13 @@ std::shared_ptr<Buffer> Communicator::allocate(size_t nbytes, bool collective) {
   const std::string where = state_->where();
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
-  state_->require_usable(where);
+  state_->require_usable(where, "allocate");
   if (nbytes == 0) return nullptr;
   const DeviceGuard guard(*state_->context, where);
   try {
     return state_->memory.allocate(nbytes, collective, state_->open_channels());
   } catch (const ChannelBroken& broken) {
-    state_->fail(where, "ncclCommWindowRegister", broken.what());
+    state_->fail(state_->context->failed(where, "ncclCommWindowRegister", broken.what()));
     state_->context->failure.raise_if_set();
     throw;
   }

@@ -33,6 +33,14 @@ std::string Context::failed(const std::string& label, const char* operation,
              "What was computed since is undefined: restart from the last checkpoint.");
 }
 
+std::string Context::failed(const std::string& label, const char* operation,
+                            cudaError_t error) const {
+  return cat(label, ": expected ", operation, " to complete on all ", world,
+             " ranks (nccl), got on rank ", rank, ": ", describe(api, error),
+             ". Some kernel of this process failed, before or beside it: CUDA_LAUNCH_BLOCKING=1 "
+             "finds it. What was computed since is undefined: restart from the last checkpoint.");
+}
+
 DeviceGuard::DeviceGuard(const Context& context, const std::string& where) : api_(context.api) {
   constexpr const char* kAdvice =
       "Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES; without a GPU, use gloo.";

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nccl/errors.h"
 
+#include <cmath>
 #include <cstdio>
 #include <stdexcept>
 
@@ -12,18 +13,19 @@ std::string describe(const Api& api, cudaError_t error) {
 }
 
 std::string describe(const Api& api, ncclResult_t result, ncclComm_t comm) {
-  std::string text = cat('"', api.ncclGetErrorString(result), "\" from NCCL (code ",
-                         static_cast<int>(result), ')');
+  std::string name = api.ncclGetErrorString(result);
+  // What follows is advice on NCCL's log, whose last line comes anyway.
+  name = name.substr(0, name.find(" (run with NCCL_DEBUG"));
   const char* detail = api.ncclGetLastError(comm);
-  if (detail == nullptr || detail[0] == '\0') return text;
-  std::string last = detail;
+  std::string last = detail == nullptr ? "" : detail;
   while (!last.empty() && (last.back() == '\n' || last.back() == '.')) last.pop_back();
-  return text + ": " + last;
+  return cat('"', name, "\" from NCCL", last.empty() ? "" : ": ", last);
 }
 
 std::string seconds(double value) {
+  const int decimals = value == std::floor(value) ? 0 : value < 1 ? 3 : 1;
   char text[32];
-  std::snprintf(text, sizeof(text), value < 10 ? "%.3g s" : "%.1f s", value);
+  std::snprintf(text, sizeof(text), "%.*f s", decimals, value);
   return text;
 }
 

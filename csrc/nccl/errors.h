@@ -21,7 +21,7 @@ std::string cat(const Parts&... parts) {
 // '"out of memory" from CUDA (code 2)'.
 std::string describe(const Api& api, cudaError_t error);
 
-// '"unhandled system error" from NCCL (code 2): <what NCCL's own log says last>'.
+// '"unhandled system error" from NCCL: <the last line that NCCL would have logged>'.
 std::string describe(const Api& api, ncclResult_t result, ncclComm_t comm);
 
 // "12.3 s".

@@ -31,9 +31,7 @@ Communicator::State::State(const Api& api, const Options& from)
       channels(make_channels(context, from)),
       memory(context, from.registration),
       watchdog(context, channels, from.timeout_s,
-               [this](const std::string& label, const char* operation, const std::string& what) {
-                 return fail(label, operation, what);
-               }) {}
+               [this](const std::string& text) { return fail(text); }) {}
 
 std::string Communicator::State::where() const { return cat("communicator '", options.name, "'"); }
 
@@ -57,23 +55,25 @@ void Communicator::State::require_open(const std::string& label) const {
           before.empty() ? "" : " It had failed: ", before));
 }
 
-void Communicator::State::require_usable(const std::string& label) {
+void Communicator::State::require_usable(const std::string& label, const char* operation) {
   require_open(label);
   for (size_t i = 0; i < kChannels && !context->failure.is_set(); ++i) {
     const std::optional<std::string> error = channels[i]->async_error();
     if (!error) continue;
     // It is of something that was issued before, not of what is about to be.
     const std::optional<InFlight> oldest = watchdog.oldest(i);
-    fail(oldest ? oldest->label : label, oldest ? oldest->operation : "collectives", *error);
+    fail(oldest ? context->failed(oldest->label, oldest->operation, *error)
+                : context->failed(label, operation, *error));
   }
   context->failure.raise_if_set();
 }
 
 Communicator::TicketPtr Communicator::State::submit(const std::string& label, Operation operation,
                                                     cudaStream_t compute) {
-  require_usable(label);
+  const char* name = to_string(operation.kind);
+  require_usable(label, name);
   operation.check(label, options.rank, options.world);
-  const auto ticket = std::make_shared<Ticket>(context, label, to_string(operation.kind));
+  const auto ticket = std::make_shared<Ticket>(context, label, name);
   operation.ticket = ticket;
   if (operation.count == 0) {
     ticket->nothing_to_do();
@@ -119,7 +119,7 @@ void Communicator::State::issue_on(size_t channel, const std::vector<const Opera
   check(context->api, context->api.cudaStreamWaitEvent(stream, started->handle, 0), label,
         "a stream to wait for an event", "Read the first CUDA error of this process.");
   const std::optional<std::string> problem = channels[channel]->launch(operations);
-  if (problem) fail(label, operation, *problem);
+  if (problem) fail(context->failed(label, operation, *problem));
   // Also of a launch that failed half-way: whoever waits then reuses no memory that it still uses.
   const EventPtr done = events->record(stream, label);
   for (const Operation* one : operations) one->ticket->issued(started, done, stream);
@@ -133,9 +133,8 @@ void Communicator::State::drop_group() noexcept {
   queue.clear();
 }
 
-bool Communicator::State::fail(const std::string& label, const char* operation,
-                               const std::string& what) {
-  const bool first = context->failure.set(context->failed(label, operation, what));
+bool Communicator::State::fail(const std::string& text) {
+  const bool first = context->failure.set(text);
   abort_channels();
   return first;
 }

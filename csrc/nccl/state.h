@@ -30,7 +30,7 @@ struct Communicator::State {
   std::string where() const;
 
   // Throws unless a call of `label` may go on. This is where an error of NCCL surfaces.
-  void require_usable(const std::string& label);
+  void require_usable(const std::string& label, const char* operation);
   void require_open(const std::string& label) const;
 
   // Under the mutex.
@@ -39,7 +39,7 @@ struct Communicator::State {
   void drop_group() noexcept;
 
   // Any thread.
-  bool fail(const std::string& label, const char* operation, const std::string& what);
+  bool fail(const std::string& text);
   void abort_channels() noexcept;
 
   // Ends everything; `orderly` waits for what is in flight and for the peers.

@@ -75,7 +75,7 @@ bool Ticket::query() const {
   if (error == cudaSuccess || error == cudaErrorNotReady) return error == cudaSuccess;
   context_->failure.raise_if_set();
   // The watchdog comes to the same, and then aborts.
-  throw std::runtime_error(context_->failed(label_, operation_, describe(context_->api, error)));
+  throw std::runtime_error(context_->failed(label_, operation_, error));
 }
 
 uint64_t Ticket::event_id() const { return is_issued() ? done_->id : 0; }

@@ -87,27 +87,30 @@ bool Watchdog::look() {
 bool Watchdog::look_at(size_t channel) {
   while (const std::optional<InFlight> front = oldest(channel)) {
     const cudaError_t state = context_->api.cudaEventQuery(front->done->handle);
+    const auto& [label, operation, done, since] = *front;
     if (state == cudaErrorNotReady) {
-      // Its channel is never replaced, and its error explains better than the time does.
-      if (const auto error = lanes_[channel].channel->async_error()) return fail(*front, *error);
-      const double elapsed = front->since.seconds();
-      if (elapsed <= limit_s_) return true;
-      return fail(*front, cat("no completion after ", seconds(elapsed), " (time limit ",
-                              seconds(limit_s_), ')'));
+      const double elapsed = since.seconds();
+      // An error first: it explains better than the time does.
+      std::optional<std::string> what = lanes_[channel].channel->async_error();
+      if (!what && elapsed > limit_s_) {
+        what =
+            cat("no completion after ", seconds(elapsed), " (time limit ", seconds(limit_s_), ')');
+      }
+      return !what || fail(context_->failed(label, operation, *what));
     }
-    if (state != cudaSuccess) return fail(*front, describe(context_->api, state));
+    if (state != cudaSuccess) return fail(context_->failed(label, operation, state));
     const std::lock_guard lock(mutex_);
     auto& in_flight = lanes_[channel].in_flight;
     // Another thread may have looked meanwhile.
-    if (!in_flight.empty() && in_flight.front().done == front->done) in_flight.pop_front();
+    if (!in_flight.empty() && in_flight.front().done == done) in_flight.pop_front();
   }
   return true;
 }
 
-bool Watchdog::fail(const InFlight& one, const std::string& what) {
-  if (fail_(one.label, one.operation, what)) {
+bool Watchdog::fail(const std::string& text) {
+  if (fail_(text)) {
     // Whoever should read the exception may hang in a synchronisation of the device.
-    std::fprintf(stderr, "fsdp_kernels: %s\n", context_->failure.text().c_str());
+    std::fprintf(stderr, "fsdp_kernels: %s\n", text.c_str());
   }
   std::vector<std::deque<InFlight>> given_up(lanes_.size());  // freed when nothing is locked
   const std::lock_guard lock(mutex_);

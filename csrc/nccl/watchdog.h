@@ -28,9 +28,8 @@ struct InFlight {
 
 class Watchdog {
  public:
-  // Records the failure of a collective and ends what is on the device; whether it was the first.
-  using Fail =
-      std::function<bool(const std::string& label, const char* operation, const std::string& what)>;
+  // Records a failure and ends what is on the device; whether it was the first.
+  using Fail = std::function<bool(const std::string& text)>;
 
   Watchdog(std::shared_ptr<Context> context, std::vector<std::shared_ptr<Channel>> channels,
            double limit_s, Fail fail);
@@ -58,7 +57,7 @@ class Watchdog {
   void run();
   bool idle() const;
   bool look_at(size_t channel);
-  bool fail(const InFlight& one, const std::string& what);
+  bool fail(const std::string& text);
 
   const std::shared_ptr<Context> context_;
   const double limit_s_;
