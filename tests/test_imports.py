@@ -41,6 +41,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels._environment",
         "fsdp_kernels.accesses",
         "fsdp_kernels.comm",
+        "fsdp_kernels.comm._arena",
+        "fsdp_kernels.comm._arena_setup",
         "fsdp_kernels.comm._nccl_setup",
         "fsdp_kernels.comm.base",
         "fsdp_kernels.comm.nccl",
@@ -133,7 +135,8 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp_kernels.comm.process_group": ("fsdp_kernels.comm.base",),
     "fsdp_kernels._environment": ("fsdp_kernels.comm.pick",),
-    "fsdp_kernels.comm.shared_memory": ("fsdp_kernels.comm.base",),
+    "fsdp_kernels.comm._arena": ("fsdp_kernels.comm._arena_setup",),
+    "fsdp_kernels.comm.shared_memory": ("fsdp_kernels.comm._arena", "fsdp_kernels.comm.base"),
     # `ops` picks one of several implementations of each kernel, and loads only that one.
     "fsdp_kernels.ops": (
         "triton_ops.adam",
