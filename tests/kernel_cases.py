@@ -38,6 +38,7 @@ __all__ = [
     "MODES",
     "TABLES",
     "Float64Contract",
+    "FreshInputs",
     "Implementation",
     "KernelContract",
     "Mode",
@@ -48,10 +49,8 @@ __all__ = [
 ]
 
 
-class KernelContract(AdamContract, NormContract, PackContract):
-    """The tests; a subclass names the implementation."""
-
-    kernels: Implementation
+class FreshInputs:
+    """Other numbers at each run."""
 
     @pytest.fixture(autouse=True)
     def _fresh_inputs(self) -> Iterator[None]:
@@ -61,6 +60,12 @@ class KernelContract(AdamContract, NormContract, PackContract):
         torch.manual_seed(seed)
         yield
         torch.random.set_rng_state(state)
+
+
+class KernelContract(FreshInputs, AdamContract, NormContract, PackContract):
+    """The tests; a subclass names the implementation."""
+
+    kernels: Implementation
 
 
 class Float64Contract:

@@ -81,6 +81,8 @@ class PackContract:
         gradients: list[Tensor | None] = [
             base.t(),
             base[:, 3:17],
+            base.flatten()[5:900:3],
+            torch.tensor(3.0).expand(50),
             base.flatten()[1:1000],  # contiguous, not at a multiple of 16 bytes
             base.bfloat16().flatten()[3:300],
             torch.randn(7, 1).expand(7, 9),
