@@ -33,6 +33,7 @@ _MAINS = "test_*.cpp"
 _BINDINGS = "bind.cpp"
 
 
+@cache  # forked ranks find it done, whatever happens to the sources meanwhile
 def load() -> ModuleType:
     """Import `_nccl_sim`: what `_nccl` has, over simulated devices, and the simulation's own knobs.
 
