@@ -8,9 +8,10 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda_build
 import pytest
@@ -20,7 +21,7 @@ from kernel_cases import FreshInputs, Implementation, covered, place, same_bits
 from kernel_move_cases import NormContract, PackContract
 from kernel_problems import LOW, Precision
 
-from fsdp_kernels import ops
+from fsdp_kernels import _ext, ops
 from triton_ops import reference
 from triton_ops._common import FragmentTable
 
@@ -35,12 +36,13 @@ def host() -> ModuleType:
     return cuda_build.load_module(ADDRESS if preloaded else UNDEFINED)
 
 
+def absent(*args: Any, **options: Any) -> None:
+    raise AssertionError("the CUDA module has no such kernel")
+
+
 class TestOnHost(FreshInputs, NormContract, PackContract):
     @pytest.fixture(autouse=True)
     def _kernels(self, host: ModuleType) -> None:
-        def absent(*args: Any, **options: Any) -> None:
-            raise AssertionError("the CUDA module has no such kernel")
-
         pack, norm = partial(ops.pack_with, host), partial(ops.norm_with, host)
         self.kernels = Implementation(pack, norm, absent, absent)
 
@@ -115,6 +117,84 @@ class TestOnHost(FreshInputs, NormContract, PackContract):
         flat = torch.randn(table.end)
         expected = flat[covered(table, flat.numel())].double().square().sum().item()
         assert self.kernels.norm(flat, table)[0].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(_ext.load("_cuda") == _ext.NOT_BUILT, reason="the CUDA kernels are not built")
+class TestOnDevice(FreshInputs, NormContract, PackContract):
+    kernels = Implementation(ops.pack, ops.norm, absent, absent, device="cuda")
+
+    def test_equals_the_host_bit_for_bit(self, host: ModuleType) -> None:
+        """The same order of additions, and no contraction: norms too have the same bits."""
+        table = place([1, 7, 5 * CHUNK + 13, 2000], gap=3)
+        for dtype in DTYPES:
+            flat = torch.randn(table.end).to(dtype)
+            here, there = ops.norm_with(host, flat, table), ops.norm(flat.cuda(), table)
+            assert same_bits(here, there)
+
+    def test_another_stream_than_the_default(self) -> None:
+        gradient, out = torch.randn(1 << 20, device="cuda"), torch.empty(1 << 20, device="cuda")
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            ops.pack([gradient], [0], out)
+            copy = out.clone()
+        stream.synchronize()
+        assert torch.equal(copy, gradient)
+
+    def test_nothing_waits_for_the_device(self) -> None:
+        gradients = [torch.randn(33, 9, device="cuda").t(), None, torch.randn(5, device="cuda")]
+        out, table = torch.empty(1024, device="cuda"), place([100, 300])
+        ops.norm(out, table)  # uploads the table
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            ops.pack(gradients, [0, 300, 400], out)
+            ops.norm(out, table)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def test_in_a_cuda_graph(self) -> None:
+        gradient, out = torch.randn(3000, device="cuda"), torch.empty(4096, device="cuda")
+        table = place([3000])
+        ops.norm(out, table)  # uploads the table
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ops.pack([gradient], [0], out)
+            result = ops.norm(out, table)
+        gradient.fill_(2.0)
+        graph.replay()
+        assert result.tolist() == [4.0 * 3000, 0.0]
+
+
+class FakeTensor(NamedTuple):
+    """As much of a CUDA tensor as the choice looks at."""
+
+    dtype: torch.dtype
+    is_cuda: bool = True
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_cuda_tensors_take_the_module_where_it_serves_them(
+    monkeypatch: pytest.MonkeyPatch, built: bool, dtype: torch.dtype
+) -> None:
+    triton_pack = pytest.importorskip("triton_ops.pack", reason="triton is not installed")
+    triton_norm = pytest.importorskip("triton_ops.norm", reason="triton is not installed")
+    called: list[str] = []
+
+    def named(name: str) -> Callable[..., None]:
+        return lambda *args, **options: called.append(name)
+
+    monkeypatch.setattr(ops, "pack_with", named("cuda"))
+    monkeypatch.setattr(ops, "norm_with", named("cuda"))
+    monkeypatch.setattr(triton_pack, "pack", named("triton"))
+    monkeypatch.setattr(triton_norm, "norm", named("triton"))
+    monkeypatch.setattr(_ext, "cuda", lambda: ModuleType("_cuda") if built else None)
+    single, tensor = FakeTensor(torch.float32), FakeTensor(dtype)
+    ops.pack([single, None, tensor], [0, 4, 4], single)  # type: ignore[list-item,arg-type]
+    ops.pack([None], [0], tensor)  # type: ignore[arg-type]
+    ops.norm(tensor, FragmentTable.build([]))  # type: ignore[arg-type]
+    assert called == ["cuda" if built and dtype != torch.float64 else "triton"] * 3
 
 
 def test_conversions_of_every_value_are_torchs(host: ModuleType) -> None:
