@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -81,6 +82,42 @@ def test_the_toolkit_root_is_the_compilers_own(build: dict[str, Any], tmp_path: 
     wrapper.chmod(0o755)
     assert build["toolkit_root"]({"PATH": str(tmp_path)}) == str(root)
     assert build["toolkit_root"]({"PATH": str(tmp_path), "CUDA_HOME": "/given"}) == "/given"
+
+
+def fake_toolkit(root: Path, codes: str) -> str:
+    """A toolkit that can only tell what it compiles for."""
+    (root / "bin").mkdir(parents=True)
+    (root / "bin" / "nvcc").write_text(f"#!/bin/sh\nprintf '{codes}'\n")
+    (root / "bin" / "nvcc").chmod(0o755)
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        (r"sm_75\nsm_80\nsm_90\nsm_100\nsm_120\n", ["sm_80", "sm_90", "sm_100", "compute_100"]),
+        (r"sm_50\nsm_80\nsm_89\nsm_90\n", ["sm_80", "sm_90", "compute_90"]),
+    ],
+)
+def test_nvcc_compiles_for_what_the_toolkit_knows(
+    build: dict[str, Any], tmp_path: Path, codes: str, expected: list[str]
+) -> None:
+    home = fake_toolkit(tmp_path / "toolkit", codes)
+    compiler = "ccache g++-12 -std=c++20 -O3 -Wall -Werror -O0 -DX='a b'"
+    command = build["nvcc_command"](home, compiler)
+    assert re.findall(r",code=(\w+)", command) == expected
+    words = shlex.split(command)
+    assert "-ccbin=g++-12" in words
+    host = [word for word in words if word.startswith("-Xcompiler=")]
+    assert host == ["-Xcompiler=-Wall", "-Xcompiler=-Werror", "-Xcompiler=-DX=a b"]
+
+
+def test_a_toolkit_without_our_architectures_is_refused(
+    build: dict[str, Any], tmp_path: Path
+) -> None:
+    home = fake_toolkit(tmp_path / "toolkit", r"sm_50\nsm_75\n")
+    with pytest.raises(SystemExit, match=r"nvcc: expected one that knows sm_80, got \['sm_50'"):
+        build["nvcc_command"](home, "g++ -O3")
 
 
 @pytest.mark.slow
