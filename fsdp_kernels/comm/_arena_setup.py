@@ -86,7 +86,13 @@ class Meeting:
     def share(self, value: _Shared) -> list[_Shared]:
         """Return every rank's value, in rank order (collective)."""
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self._group)
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Arena: expected all {self.world} ranks to meet, got on rank {self.rank}: "
+                f"{error}. Another rank died or fell out of step: read its error first."
+            ) from error
         return values
 
 
