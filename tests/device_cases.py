@@ -67,18 +67,18 @@ class Where:
         if self.device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
 
-    def comm(self, rank: int, world: int) -> NcclComm:
+    def comm(self, rank: int, world: int, kind: type[NcclComm] = NcclComm) -> NcclComm:
         """Make a communicator over all ranks (collective)."""
         self.enter(rank)
         options = NcclOptions(**{"timeout_s": 20.0, **self.options})
         if self.device == "cuda":
-            return NcclComm(options=options)
+            return kind(options=options)
         import nccl_sim
         from nccl_side import HostSide
 
         module = nccl_sim.load()
         module.torch_side = HostSide()
-        return NcclComm(options=options, module=module)
+        return kind(options=options, module=module)
 
     def process_group(self) -> ProcessGroupComm:
         """Make torch's own communicator over the same ranks (collective)."""
@@ -89,7 +89,7 @@ class Where:
 SIMULATED = Where("cpu")
 
 
-# -- the contract of Comm, many checks in one set of processes -------------------------------------
+# -- the contract of Comm, many checks in one set of processes ------------------------------------
 
 CHECKS: dict[str, Callable[..., Any]] = {
     name: value for name, value in vars(comm_contract).items() if name.startswith("check_")
@@ -122,7 +122,7 @@ def run_checks(rank: int, world: int, where: Where, names: list[str]) -> dict[st
     return failed
 
 
-# -- training ---------------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------
 
 
 class Clipped(torch.optim.AdamW):
@@ -231,7 +231,7 @@ def train_like_over_a_process_group(rank: int, world: int, where: Where, low: bo
     comm.close()
 
 
-# -- memory, and the end ----------------------------------------------------------------------------
+# -- memory, and the end --------------------------------------------------------------------------
 
 
 def registered_buffers(rank: int, world: int, where: Where) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import device_cases as cases
+import device_steps as steps
 import nccl_sim
 import pytest
 from device_cases import SIMULATED
@@ -55,3 +56,20 @@ def test_a_dead_rank() -> None:
         message = outcomes[rank].value
         assert message is not None, outcomes[rank].traceback
         assert message.startswith("fk.gather[layers.3/0]: expected all_gather to complete on all 3")
+
+
+@pytest.mark.parametrize("body", ["buffers_are_given_back", "step_without_waiting", "side_stream"])
+def test_bodies_of_device_tests(body: str) -> None:
+    """As far as they go without a device: their lines run, and the numbers are right."""
+    run_ranks(getattr(steps, body), 1, SIMULATED)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_compute_streams(world: int) -> None:
+    run_ranks(steps.two_compute_streams, world, SIMULATED)
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_peak_bytes(prefetch: int, low: bool) -> None:
+    run_ranks(steps.peak_bytes, 2, SIMULATED, prefetch, low)
