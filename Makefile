@@ -53,7 +53,7 @@ lint: $(BUILT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(wildcard tests/*.cpp tests/sim/*.cpp tests/sim/*.h)
+	$(BIN)/clang-format --dry-run -Werror $(SOURCES) $(wildcard tests/*.cpp tests/*/*.cpp tests/*/*.h)
 
 # In a short form; the rows that the README quotes come from the benches' own defaults.
 bench: $(BUILT)
