@@ -11,6 +11,7 @@
 namespace fk::nccl {
 namespace {
 
+constexpr int kZeroPolicy = 2;  // NCCL_CTA_POLICY_ZERO, which headers name from 2.28
 constexpr int kOldest = 22700;  // has symmetric windows and CTA policies
 
 void require(bool condition, const Options& options, const std::string& expected,
@@ -35,7 +36,7 @@ void check_options(const Options& options) {
   }
   require(min >= 0 && max >= 0 && (max == 0 || min <= max), options, "0 <= min_ctas <= max_ctas",
           cat(min, " and ", max), "Pass 0 for NCCL's own choice.");
-  require(options.cta_policy >= -1 && options.cta_policy <= NCCL_CTA_POLICY_ZERO, options,
+  require(options.cta_policy >= -1 && options.cta_policy <= kZeroPolicy, options,
           "a CTA policy in [-1, 2]", cat(options.cta_policy), "Pass -1 for NCCL's own choice.");
 }
 
