@@ -83,7 +83,10 @@ class FakeCommunicator:
 
     def allocate(self, nbytes: int, collective: bool) -> FakeBuffer | None:
         self.calls.append(("allocate", nbytes, collective))
-        return None if self.registers is None else FakeBuffer(nbytes, self.registers)
+        if self.registers is None:
+            return None
+        alone = self.registers == "symmetric" and not collective
+        return FakeBuffer(nbytes, "local" if alone else self.registers)
 
     def limit_registration(self, name: str) -> None:
         self.calls.append(("limit_registration", name))

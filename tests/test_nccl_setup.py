@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -34,8 +35,11 @@ GATHER = "fk.gather[layers.3/0]"
         ({"gather_cta_policy": "fast"}, "gather_cta_policy: expected one of .*'zero'.*, got fast"),
         ({"gather_cta_policy": "zero"}, r"'zero' only with registration='symmetric', got 'zero' w"),
         ({"registration": "all"}, "registration: expected one of .*'symmetric'.*, got all"),
-        ({"timeout_s": 0}, r"timeout_s: expected seconds above 0, got 0\. None is the group's own"),
-        ({"timeout_s": float("nan")}, "timeout_s: expected seconds above 0, got nan"),
+        (
+            {"timeout_s": 0},
+            r"timeout_s: expected finite seconds above 0, got 0\. None: the group's",
+        ),
+        ({"timeout_s": float("nan")}, "timeout_s: expected finite seconds above 0, got nan"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -417,7 +421,9 @@ def _least(rank: int, world: int, registers: list[str | None], asked: str) -> An
 def test_all_ranks_register_alike(
     registers: list[str | None], asked: str, limit: str | None, symmetric: bool
 ) -> None:
-    expected: list[tuple[Any, ...]] = [] if asked == "none" else [("allocate", 1, True)]
+    expected: list[tuple[Any, ...]] = [("allocate", 1, False)]
+    # A registration that all take part in is tried only where every rank has memory at all.
+    expected += [("allocate", 1, True)] if asked == "symmetric" and None not in registers else []
     expected += [] if limit is None else [("limit_registration", limit)]
     expected += [] if None in registers else [("allocate", 8, True)]
     results = run_ranks(_least, 2, registers, asked)
@@ -444,13 +450,27 @@ def _ends(rank: int, world: int) -> None:
     comm, forked = alone()
     child = os.fork()
     if child == 0:
-        comm.close()
+        del comm
+        gc.collect()
         os._exit(len(forked.closed_in))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a fork closed its parent's"
     comm.abort("on purpose")
     assert comm.failure == "aborted: on purpose"
     with pytest.raises(RuntimeError, match="on purpose"):
         comm.barrier("fk.barrier")
+
+
+def _ends_by_an_exception(rank: int, world: int) -> None:
+    comm, made = alone()
+    sys.last_value = ArithmeticError()  # what Python sets before it runs what is left for the end
+    del comm
+    gc.collect()
+    assert made.failure == "aborted: the program ended by an exception"
+    assert made.closed_in == [os.getpid()]
+
+
+def test_a_program_that_failed_does_not_wait_for_its_peers() -> None:
+    run_ranks(_ends_by_an_exception, 1)
 
 
 def test_close_once_also_by_the_garbage_collector_and_never_in_a_fork() -> None:

@@ -20,7 +20,7 @@ from fsdp_kernels import _ext
 from fsdp_kernels.streams import CudaStreams, Streams
 
 _CTA_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}  # NCCL's numbers
-_REGISTRATIONS = ("local", "symmetric", "none")
+REGISTRATIONS = ("none", "local", "symmetric")  # least first
 _DEFAULT_TIMEOUT_S = 600.0
 _ID_BYTES = 128
 
@@ -59,10 +59,10 @@ class NcclOptions:
             _refuse("min_ctas", f"at most max_ctas={self.max_ctas}", self.min_ctas, "")
         if self.gather_cta_policy not in _CTA_POLICIES:
             _refuse("gather_cta_policy", f"one of {[*_CTA_POLICIES]}", self.gather_cta_policy, "")
-        if self.registration not in _REGISTRATIONS:
-            _refuse("registration", f"one of {[*_REGISTRATIONS]}", self.registration, "")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            _refuse("timeout_s", "seconds above 0", self.timeout_s, "None is the group's own.")
+        if self.registration not in REGISTRATIONS:
+            _refuse("registration", f"one of {[*REGISTRATIONS]}", self.registration, "")
+        if self.timeout_s is not None and not 0 < self.timeout_s < float("inf"):
+            _refuse("timeout_s", "finite seconds above 0", self.timeout_s, "None: the group's.")
         if self.gather_cta_policy == "zero" and self.registration != "symmetric":
             _refuse(
                 "gather_cta_policy",
@@ -135,6 +135,7 @@ class CudaSide:
         return CudaStreams(
             torch.cuda.ExternalStream(native.gather_stream, device),  # type: ignore[no-untyped-call]
             torch.cuda.ExternalStream(native.reduce_stream, device),  # type: ignore[no-untyped-call]
+            current=self.current_stream(device),
         )
 
     def tensor(self, buffer: Any, device: torch.device) -> torch.Tensor:

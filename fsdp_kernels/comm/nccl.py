@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
-from fsdp_kernels.comm._nccl_setup import Meeting, NcclOptions
+from fsdp_kernels.comm._nccl_setup import REGISTRATIONS, Meeting, NcclOptions
 from fsdp_kernels.comm.base import (
     ReduceName,
     Ticket,
@@ -31,8 +32,6 @@ from fsdp_kernels.streams import Streams
 logger = logging.getLogger("fsdp_kernels")
 
 _DEFAULT_OPTIONS = NcclOptions()
-_SETUP = "NcclComm"
-_REGISTRATIONS = ("none", "local", "symmetric")  # least first
 
 # NCCL's name of each dtype, and how many of its elements one of ours is: sums of complex numbers
 # are sums of their parts.
@@ -96,7 +95,7 @@ class NcclComm:
         self.symmetric = options.registration == "symmetric"
         self._native: Any = meeting.connect()
         # At exit too: the watchdog must not outlive the interpreter.
-        self._closer = weakref.finalize(self, _close, self._native, os.getpid())
+        self._ended = weakref.finalize(self, _end, self._native, os.getpid())
         self.current_stream: Callable[[], int] = meeting.side.current_stream(self.device)
         self._streams = meeting.side.streams(self._native, self.device)
         self._host = meeting.join_hosts()
@@ -106,17 +105,24 @@ class NcclComm:
 
     def _settle_registration(self, options: NcclOptions) -> None:
         """Let every rank register as much as each of them can: NCCL wants them alike."""
-        if options.registration != "none":
-            probe = self._native.allocate(1, True)
-            mine = -1 if probe is None else _REGISTRATIONS.index(probe.registration)
-            least = -int(
-                self.agree(torch.tensor([-float(mine)], dtype=torch.float64), label=_SETUP).item()
-            )
-            self._allocates = least >= 0
-            if least < _REGISTRATIONS.index(options.registration):
-                self._native.limit_registration(_REGISTRATIONS[max(least, 0)])
-                self.symmetric = False
+        asked = REGISTRATIONS.index(options.registration)
+        # First what a rank can do alone: one that has no memory of NCCL's would leave the others
+        # waiting in a collective registration.
+        least = min(asked, self._least_registration(collective=False))
+        if least >= 0 and self.symmetric:
+            least = min(asked, self._least_registration(collective=True))
+        self._allocates = least >= 0
+        if least < asked:
+            self._native.limit_registration(REGISTRATIONS[max(least, 0)])
+        self.symmetric = least == REGISTRATIONS.index("symmetric")
         self._log_messages()
+
+    def _least_registration(self, *, collective: bool) -> int:
+        """The least that a buffer's registration comes to on any rank; -1 where one got none."""
+        buffer = self._native.allocate(1, collective)
+        mine = -1.0 if buffer is None else float(REGISTRATIONS.index(buffer.registration))
+        words = torch.tensor([-mine], dtype=torch.float64)
+        return -int(self.agree(words, label="NcclComm").item())
 
     # -- memory, streams, order -------------------------------------------------------------------
 
@@ -269,11 +275,12 @@ class NcclComm:
 
     def close(self) -> None:
         """Finish what is under way, then let communicators, streams and the watchdog go."""
-        self._native = None
         # The gloo group is only dropped: a peer may still be in its last operation, which
         # destroying it here would break.
-        self._host = None
-        self._closer()
+        native, self._native, self._host = self._native, None, None
+        if native is not None:
+            self._ended.detach()
+            native.close()
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -371,6 +378,12 @@ class NcclTicket(Ticket):
             super().__del__()
 
 
-def _close(native: Any, pid: int) -> None:
-    if os.getpid() == pid:  # a fork has neither the threads nor the connections
-        native.close()
+def _end(native: Any, pid: int) -> None:
+    """Close a communicator that nobody has closed: it is collected, or the program ends."""
+    if os.getpid() != pid:
+        return  # a fork has neither the threads nor the connections
+    if hasattr(sys, "last_value"):
+        # The program ends by an exception. What is under way waits for peers, which wait for this
+        # rank: to wait for them here would hide its error until the time limit.
+        native.abort("the program ended by an exception")
+    native.close()
