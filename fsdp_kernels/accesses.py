@@ -8,9 +8,11 @@ several buckets use it one after the other.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 from fsdp_kernels import trace
+from fsdp_kernels.streams import Place
 
 if TYPE_CHECKING:
     from fsdp_kernels.bucket import Bucket
@@ -25,11 +27,16 @@ SHARD_PARAMS = ("shard_params",)
 STEPPED = ("shard_master", "shard_params", "optimizer state")
 WHOLE = ("whole",)
 
+_arrivals: weakref.WeakKeyDictionary[Bucket, dict[int, str]] = weakref.WeakKeyDictionary()
 _NOTHING: tuple[str, ...] = ()
 
 
 def note(
-    bucket: Bucket, verb: str, reads: tuple[str, ...] = _NOTHING, writes: tuple[str, ...] = _NOTHING
+    bucket: Bucket,
+    verb: str,
+    reads: tuple[str, ...] = _NOTHING,
+    writes: tuple[str, ...] = _NOTHING,
+    place: Place | None = None,
 ) -> None:
     """Note an operation that was queued on the current stream.
 
@@ -38,10 +45,11 @@ def note(
         verb: What it does; with the bucket it makes the label.
         reads: What it reads: constants of this module.
         writes: What it writes. Memory that is allocated or let go counts as written.
+        place: The stream, where it is not the current one: memory goes back where it came from.
     """
     if trace.recording():
         name = trace.label(verb, bucket.unit.name, bucket.index)
-        stream = bucket.resources.streams.name()
+        stream = bucket.resources.streams.name(place)
         trace.access(name, stream, _names(bucket, reads), _names(bucket, writes))
 
 
@@ -54,8 +62,18 @@ def announce(bucket: Bucket, label: str, reads: tuple[str, ...], writes: tuple[s
 def note_arrival(bucket: Bucket, index: int) -> None:
     """Note that autograd has left a gradient in a leaf."""
     if trace.recording():
+        stream = bucket.resources.streams.name()
+        _arrivals.setdefault(bucket, {})[index] = stream
         name = trace.label("arrive", bucket.unit.name, bucket.index)
-        trace.access(name, bucket.resources.streams.name(), writes=(_leaf_grad(bucket, index),))
+        trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
+
+
+def note_leaf_grads_gone(bucket: Bucket) -> None:
+    """Note that the memory of the leaves' gradients goes back to the streams it came from."""
+    if trace.recording():
+        name = trace.label("let go", bucket.unit.name, bucket.index)
+        for index, stream in _arrivals.pop(bucket, {}).items():
+            trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
 
 
 def _names(bucket: Bucket, kinds: tuple[str, ...]) -> tuple[str, ...]:

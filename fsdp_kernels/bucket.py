@@ -27,7 +27,7 @@ from fsdp_kernels.flat_shard import FlatShard, Geometry
 from fsdp_kernels.grads import BucketGrads
 from fsdp_kernels.layout import BucketLayout
 from fsdp_kernels.pool import Pool, Slot
-from fsdp_kernels.streams import Streams
+from fsdp_kernels.streams import Streams, Users
 from fsdp_kernels.trace import emit, label
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Bucket:
         full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream,
             owned by the pool.
         params: The registered `FlatShard`s, in segment order.
+        users: The compute streams that read `full_params`.
         slot: What `full_params` lies in, while gathered.
         leaves: The `nn.Parameter`s that the forward reads while gathered.
         grads: The gradients' half of the bucket.
@@ -113,6 +114,7 @@ class Bucket:
         self.full_params: Tensor | None = None
         self.slot: Slot | None = None
         self._ticket: Ticket | None = None
+        self.users = Users()
         self._gathered_version = (-1, -1)
         self._freed_views = [self._freed_view(shape) for shape in shapes]
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in self._freed_views]
@@ -233,8 +235,15 @@ class Bucket:
         ticket.wait()
         for leaf, view in zip(self.leaves, self._views(self.slot), strict=True):
             leaf.data = view
-        note(self, "use", FULL_PARAMS)
+        self.use()
         self.show()
+
+    def use(self) -> None:
+        """Make the full parameters, which some stream has waited for, readable on this one too."""
+        streams = self.resources.streams
+        if self.users.add(streams):
+            self.users.join(streams)
+        note(self, "use", FULL_PARAMS)
 
     def show(self) -> None:
         """Let the modules' attributes be the full parameters."""
@@ -261,6 +270,8 @@ class Bucket:
             self.hide()
             for leaf, view in zip(self.leaves, self._freed_views, strict=True):
                 leaf.data = view
+        self.users.join(self.resources.streams)
+        self.users.places.clear()
         emit("free", self.unit.name, self.index)
         note(self, "free", FULL_PARAMS)
         slot, self.slot, self.full_params = self.slot, None, None

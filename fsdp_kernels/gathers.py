@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fsdp_kernels.accesses import FULL_PARAMS, note
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.reductions import Reductions
 from fsdp_kernels.schedule import Order
@@ -53,7 +52,7 @@ class Gathers:
         if unit.is_full():
             unit.show()
             for bucket in unit.buckets:
-                note(bucket, "use", FULL_PARAMS)
+                bucket.use()
                 bucket.sync_requires_grad()
             return
         if unit.is_sharded():

@@ -17,10 +17,19 @@ import torch
 from torch import Tensor
 
 from fsdp_kernels import ops
-from fsdp_kernels.accesses import FULL_GRADS, LEAF_GRADS, REDUCED, SHARD_GRADS, announce, note
+from fsdp_kernels.accesses import (
+    FULL_GRADS,
+    LEAF_GRADS,
+    REDUCED,
+    SHARD_GRADS,
+    announce,
+    note,
+    note_leaf_grads_gone,
+)
 from fsdp_kernels.comm.base import Ticket
 from fsdp_kernels.flat_shard import HINT, FlatShard
 from fsdp_kernels.pool import Slot
+from fsdp_kernels.streams import Place, Users
 from fsdp_kernels.trace import emit, label
 
 if TYPE_CHECKING:
@@ -44,6 +53,7 @@ class BucketGrads:
         left_over: Whether a backward under `no_sync` left gradients that are still to be reduced;
             the same on every rank, whichever parameters each of them used.
         trainable: Number of leaves that require a gradient; -1 means to be counted again.
+        users: The compute streams on which the leaves' gradients have come.
         agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the
             last `drop`.
     """
@@ -68,6 +78,9 @@ class BucketGrads:
         self.full_grads: Tensor | None = None
         self._ticket: Ticket | None = None
         self.target: Tensor | None = None
+        self._home: Place | None = None  # the streams that the memory came from
+        self._target_home: Place | None = None
+        self.users = Users()
         self.target_generation = 0
 
     # -- pack and reduce --------------------------------------------------------------------------
@@ -89,14 +102,17 @@ class BucketGrads:
         grads = [leaf.grad for leaf in leaves]
         self._check_dense(grads)
         accumulate = self.full_grads is not None
+        streams = bucket.resources.streams
         if self.full_grads is None:
             numel, dtype = bucket.layout.full_numel, bucket.dtypes.reduce
-            pool, streams = bucket.resources.grads, bucket.resources.streams
-            self.slot = pool.take(bucket.label, numel * dtype.itemsize)
+            self.slot = bucket.resources.grads.take(bucket.label, numel * dtype.itemsize)
             streams.wait("compute", self.slot.freed)
             self.full_grads = self.slot.view(numel, dtype)
+        self.users.join(streams)
         note(bucket, "pack", LEAF_GRADS, FULL_GRADS)
         ops.pack(grads, self.starts, self.full_grads, accumulate=accumulate)
+        self.users.release(streams)  # before the leaves' memory goes back to where it came from
+        note_leaf_grads_gone(bucket)
         for i, grad in enumerate(grads):
             if grad is not None:
                 leaves[i].grad = None
@@ -121,9 +137,11 @@ class BucketGrads:
         if not self.present and dtypes.own == dtypes.reduce:
             self.target = self._storage()
             self.target_generation = self.generation
+            self._target_home = self._home
         else:
             self.target = self.full_grads.new_empty(numel)
             self.target_generation = 0
+            self._target_home = bucket.resources.streams.here()
             note(bucket, "allocate", writes=REDUCED)
         emit("reduce", bucket.unit.name, bucket.index)
         name = label("reduce", bucket.unit.name, bucket.index)
@@ -179,7 +197,9 @@ class BucketGrads:
 
     def _let_target_go(self) -> None:
         if self.target is not None and self.target is not self.shard_grads:
-            note(self.bucket, "let go", writes=REDUCED)
+            # It may have been read on another stream than the one that it goes back to.
+            self.bucket.resources.streams.precede(self._target_home)
+            note(self.bucket, "let go", writes=REDUCED, place=self._target_home)
         self.target = None
 
     def _storage(self) -> Tensor:
@@ -191,6 +211,7 @@ class BucketGrads:
                 bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device
             )
             self.generation += 1
+            self._home = bucket.resources.streams.here()
             note(bucket, "allocate", writes=SHARD_GRADS)
         return self.shard_grads
 
@@ -202,6 +223,7 @@ class BucketGrads:
     def _drop_unreduced(self) -> None:
         for leaf in self.bucket.leaves:
             leaf.grad = None
+        self.users.places.clear()
         self.pending = [False] * len(self.pending)
         self.left_over = False
         if self._ticket is None:
@@ -243,7 +265,7 @@ class BucketGrads:
         self.bucket.runtime.finish()
         if not self.present or index in self._cleared:
             return None
-        if not self.host_used()[index]:
+        if not self._host_used[index]:
             return None
         self.apply_scale()
         note(self.bucket, "show", SHARD_GRADS)
@@ -319,7 +341,8 @@ class BucketGrads:
             return
         self._drop_unreduced()
         if self._views is not None:
-            note(self.bucket, "let go", writes=SHARD_GRADS)
+            self.bucket.resources.streams.precede(self._home)
+            note(self.bucket, "let go", writes=SHARD_GRADS, place=self._home)
             self.shard_grads = self._views = None
         self.present = False
         self.scale = 1.0

@@ -6,10 +6,16 @@ The runtime names streams by role: `"compute"` is always torch's current stream 
 they prove (`freed`). A collective waits by itself for what the current stream has when it is
 issued, and a ticket's wait makes the current stream wait for the collective; so events are needed
 only where memory passes between two compute streams, and cost nothing while there is one.
+
+There may be several: autograd runs an operation's backward on the stream of its forward, and makes
+one stream wait for another only where a gradient passes between them. What those streams share
+behind autograd's back (gathered weights, gradients in leaves) is ordered by `Users`. Reductions are
+waited for on streams on which a unit is used or a gradient has come, so that orders them too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -46,6 +52,44 @@ class Streams(Protocol):
     def wait_at(self, place: Place | None, event: Event | None) -> None:
         """Make the stream of an allocation wait for an event, before the memory is let go."""
 
+    def follow(self, place: Place | None) -> None:
+        """Make the current stream wait for what another one has queued by now."""
+
+    def precede(self, place: Place | None) -> None:
+        """Make another stream wait for what the current one has queued by now."""
+
+
+class Users:
+    """The compute streams that use some memory at present: nearly always one.
+
+    Attributes:
+        places: Each of them once.
+    """
+
+    __slots__ = ("places",)
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+
+    def add(self, streams: Streams) -> bool:
+        """Note that the current stream uses the memory; whether others did before it."""
+        here = streams.here()
+        if here is None or here in self.places:
+            return False
+        self.places.append(here)
+        return len(self.places) > 1
+
+    def join(self, streams: Streams) -> None:
+        """Make the current stream wait for all of them."""
+        for place in self.places:
+            streams.follow(place)
+
+    def release(self, streams: Streams) -> None:
+        """Make all of them wait for the current stream, and forget them."""
+        for place in self.places:
+            streams.precede(place)
+        self.places.clear()
+
 
 class HostStreams:
     """Streams where the host's own order is the only order."""
@@ -68,6 +112,12 @@ class HostStreams:
     def wait_at(self, place: Place | None, event: Event | None) -> None:
         """Nothing to wait for."""
 
+    def follow(self, place: Place | None) -> None:
+        """Nothing to wait for."""
+
+    def precede(self, place: Place | None) -> None:
+        """Nothing waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
@@ -85,16 +135,31 @@ class CudaStreams:
         gather: The stream of gathers; None where they run in the current stream's order.
         reduce: The stream of reductions; likewise.
         cuda: `torch.cuda`.
+        current: Returns the current stream's handle; None asks `cuda` for the stream itself, which
+            takes longer.
     """
 
-    def __init__(self, gather: Any = None, reduce: Any = None, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self,
+        gather: Any = None,
+        reduce: Any = None,
+        cuda: Any = torch.cuda,
+        current: Callable[[], int] | None = None,
+    ) -> None:
         self._own = {"gather": gather, "reduce": reduce}
         self._cuda = cuda
+        self._current = current
+        self._seen: dict[int, Any] = {}
 
-    def here(self) -> Place | None:
+    def here(self) -> Any:
         """Return the current stream."""
-        place: Place = self._cuda.current_stream()
-        return place
+        if self._current is None:
+            return self._cuda.current_stream()
+        handle = self._current()
+        stream = self._seen.get(handle)
+        if stream is None:
+            stream = self._seen[handle] = self._cuda.current_stream()
+        return stream
 
     def name(self, place: Place | None = None) -> str:
         """Return the stream's name, by its handle."""
@@ -103,7 +168,9 @@ class CudaStreams:
 
     def record(self) -> Event | None:
         """Record a timing-free event on the current stream."""
-        stream = self._cuda.current_stream()
+        return self._mark(self.here())
+
+    def _mark(self, stream: Any) -> _Mark:
         event = self._cuda.Event()
         event.record(stream)
         number = 0
@@ -115,7 +182,7 @@ class CudaStreams:
     def wait(self, stream: Stream, event: Event | None) -> None:
         """Make a role's stream wait, unless its next work waits for the event's stream anyway."""
         if isinstance(event, _Mark):
-            current = self._cuda.current_stream()
+            current = self.here()
             if event.stream != current:
                 own = self._own.get(stream)
                 (own or current).wait_event(event.event)
@@ -125,6 +192,21 @@ class CudaStreams:
     def wait_at(self, place: Place | None, event: Event | None) -> None:
         """Make the stream of an allocation wait, unless the event is its own."""
         if isinstance(event, _Mark) and place is not None and event.stream != place:
-            place.wait_event(event.event)  # type: ignore[attr-defined]
-            if trace.recording():
-                trace.waited(self.name(place), event.number)
+            self._wait(place, event)
+
+    def follow(self, place: Place | None) -> None:
+        """Make the current stream wait for another one."""
+        here = self.here()
+        if place is not None and place != here:
+            self._wait(here, self._mark(place))
+
+    def precede(self, place: Place | None) -> None:
+        """Make another stream wait for the current one."""
+        here = self.here()
+        if place is not None and place != here:
+            self._wait(place, self._mark(here))
+
+    def _wait(self, stream: Any, mark: _Mark) -> None:
+        stream.wait_event(mark.event)
+        if trace.recording():
+            trace.waited(self.name(stream), mark.number)

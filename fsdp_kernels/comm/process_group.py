@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,9 @@ class ProcessGroupComm:
 
     def streams(self, device: torch.device) -> Streams:
         """Return streams without roles: torch orders its own against the current one."""
-        return CudaStreams() if device.type == "cuda" else HostStreams()
+        if device.type != "cuda":
+            return HostStreams()
+        return CudaStreams(current=partial(torch._C._cuda_getCurrentRawStream, device.index))
 
     def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
         """Return memory of torch's own allocator; see `Comm`."""
