@@ -10,6 +10,7 @@ not ordered are a race, whether or not the machine at hand would have shown it.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,10 +168,55 @@ def implied_waits(log: Iterable[Entry]) -> set[int]:
     return found
 
 
+Site = tuple[str, str, str]
+"""A file of the package, a function in it, and the kind of wait: see `SitedLog`."""
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What became of a log when waits were left out.
+
+    Attributes:
+        races: Of the whole log.
+        needed: For each site, how many of its waits leave a race when they alone are left out.
+        implied: How many order nothing that was not ordered already.
+        unneeded: How many order something, but nothing that anybody touches before another wait
+            orders it too.
+        found: Whether leaving out all of a site's waits together leaves a race.
+    """
+
+    races: list[str]
+    needed: Counter[Site]
+    implied: Counter[Site]
+    unneeded: Counter[Site]
+    found: dict[Site, bool]
+
+
+def analyse(log: SitedLog) -> Analysis:
+    """Leave out each wait alone, and each site's waits together."""
+    implied = implied_waits(log)
+    whole = races(log)
+    counts: dict[str, Counter[Site]] = {"needed": Counter(), "implied": Counter(), "": Counter()}
+    for place, site in log.sites.items():
+        kind = ""
+        if place in implied:
+            kind = "implied"
+        elif len(races(log, [place])) > len(whole):
+            kind = "needed"
+        counts[kind][site] += 1
+    found = {
+        site: len(races(log, log.places(site))) > len(whole) for site in set(log.sites.values())
+    }
+    return Analysis(
+        [str(race) for race in whole], counts["needed"], counts["implied"], counts[""], found
+    )
+
+
 # -- where a wait was made ------------------------------------------------------------------------
 
 _PACKAGE = Path(trace.__file__).parent
-_BELOW = {_PACKAGE / "trace.py": "issue", _PACKAGE / "streams.py": "event"}
+_BELOW = (_PACKAGE / "trace.py", _PACKAGE / "streams.py")
+_TEST_STREAMS = Path(__file__).parent / "streamed_comm.py"
 
 
 class SitedLog(list[Entry]):
@@ -179,19 +225,20 @@ class SitedLog(list[Entry]):
     Attributes:
         sites: By place in the log: `(file, function, kind)`, where kind is `issue` (a collective
             waits for the compute stream before it starts), `ticket` (a stream waits for a
-            collective) or `event` (for an event that the runtime recorded itself).
+            collective) or the method of `Streams` that was called. What a test's own streams do is
+            `("the test", "", "")`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sites: dict[int, tuple[str, str, str]] = {}
+        self.sites: dict[int, Site] = {}
 
     def append(self, entry: Entry, /) -> None:
         if isinstance(entry, Waited):
             self.sites[len(self)] = _site()
         super().append(entry)
 
-    def places(self, site: tuple[str, str, str]) -> list[int]:
+    def places(self, site: Site) -> list[int]:
         """The places of a site's waits."""
         return [place for place, other in self.sites.items() if other == site]
 
@@ -199,7 +246,7 @@ class SitedLog(list[Entry]):
         raise NotImplementedError("a log only grows at its end")
 
 
-def _site() -> tuple[str, str, str]:
+def _site() -> Site:
     kind = "ticket"
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -207,7 +254,10 @@ def _site() -> tuple[str, str, str]:
         if frame.f_code.co_name == "collectives" and path == _PACKAGE / "trace.py":
             kind = "issue"
         elif path == _PACKAGE / "streams.py":
-            kind = "event"
+            if not frame.f_code.co_name.startswith("_"):
+                kind = frame.f_code.co_name
+        elif path == _TEST_STREAMS and frame.f_code.co_name == "wait":
+            return "the test", "", ""
         elif (
             path.is_relative_to(_PACKAGE)
             and path not in _BELOW

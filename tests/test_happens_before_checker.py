@@ -243,5 +243,5 @@ def test_a_sited_log_says_who_waits() -> None:
         trace.recorded("compute", 1)
         trace.waited("gather", 1)
         trace.collectives("compute", [trace.Issued("gather", "gather", 2, 3)])
-    assert log.sites == {1: ("?", "?", "ticket"), 3: ("?", "?", "issue")}
-    assert log.places(("?", "?", "issue")) == [3]
+    assert log.sites == {1: ("?", "?", "ticket"), 4: ("?", "?", "issue")}
+    assert log.places(("?", "?", "issue")) == [4]
