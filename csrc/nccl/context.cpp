@@ -25,7 +25,7 @@ void Context::require_owner(const std::string& where) const {
                                ". Make a communicator after the fork."));
 }
 
-std::string Context::failed(const std::string& label, const char* operation,
+std::string Context::failed(const std::string& label, const std::string& operation,
                             const std::string& what) const {
   return cat(label, ": expected ", operation, " to complete on all ", world,
              " ranks (nccl), got on rank ", rank, ": ", what,
@@ -33,7 +33,7 @@ std::string Context::failed(const std::string& label, const char* operation,
              "What was computed since is undefined: restart from the last checkpoint.");
 }
 
-std::string Context::failed(const std::string& label, const char* operation,
+std::string Context::failed(const std::string& label, const std::string& operation,
                             cudaError_t error) const {
   return cat(label, ": expected ", operation, " to complete on all ", world,
              " ranks (nccl), got on rank ", rank, ": ", describe(api, error),

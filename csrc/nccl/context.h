@@ -20,9 +20,10 @@ struct Context {
   void require_owner(const std::string& where) const;  // throws std::runtime_error if forked
 
   // The text of a collective that failed on this rank; by NCCL's word or the clock, and by CUDA's.
-  std::string failed(const std::string& label, const char* operation,
+  std::string failed(const std::string& label, const std::string& operation,
                      const std::string& what) const;
-  std::string failed(const std::string& label, const char* operation, cudaError_t error) const;
+  std::string failed(const std::string& label, const std::string& operation,
+                     cudaError_t error) const;
 
   const Api& api;
   const int device, rank, world;

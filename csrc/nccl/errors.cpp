@@ -23,9 +23,9 @@ std::string describe(const Api& api, ncclResult_t result, ncclComm_t comm) {
 }
 
 std::string seconds(double value) {
-  const int decimals = value == std::floor(value) ? 0 : value < 1 ? 3 : 1;
+  const double unit = value < 1 ? 1000 : 10;  // to milliseconds, or tenths
   char text[32];
-  std::snprintf(text, sizeof(text), "%.*f s", decimals, value);
+  std::snprintf(text, sizeof(text), "%.10g s", std::round(value * unit) / unit);
   return text;
 }
 

@@ -99,10 +99,11 @@ void Memory::attach(const std::shared_ptr<Channel>& channel) {
 }
 
 bool Memory::add_window(Buffer& buffer, const std::shared_ptr<Channel>& channel) {
-  // On the heap, and kept whatever happens: NCCL may write it from another thread.
+  // On the heap: NCCL may write it from another thread, until it is through or aborted.
   Buffer::Handle& handle =
       *buffer.handles_.emplace_back(std::make_unique<Buffer::Handle>(Buffer::Handle{channel}));
   if (const auto problem = channel->add_window(buffer.data_, buffer.nbytes_, &handle.window)) {
+    channel->abort();
     handle.window = nullptr;
     throw ChannelBroken(cat(*problem, " (for ", buffer.nbytes_, " bytes)"));
   }

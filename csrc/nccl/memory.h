@@ -16,7 +16,7 @@
 
 namespace fk::nccl {
 
-// A channel that is in error after a collective call, and of no use any more.
+// A channel that a collective call left in error; it was aborted.
 class ChannelBroken : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -111,9 +111,9 @@ void Communicator::State::issue(const std::vector<Operation>& operations, cudaSt
 void Communicator::State::issue_on(size_t channel, const std::vector<const Operation*>& operations,
                                    const EventPtr& started) {
   const Operation& first = *operations.front();
-  const char* operation = to_string(first.kind);
-  std::string label = first.ticket->label();
-  if (operations.size() > 1) label += cat(" (first of a group of ", operations.size(), ')');
+  const std::string& label = first.ticket->label();
+  std::string operation = to_string(first.kind);
+  if (operations.size() > 1) operation += cat(" (first of a group of ", operations.size(), ')');
   const cudaStream_t stream = channels[channel]->stream();
   const Stopwatch since;
   check(context->api, context->api.cudaStreamWaitEvent(stream, started->handle, 0), label,

@@ -20,8 +20,7 @@ namespace fk::nccl {
 
 // A collective, or a group of them, on its way.
 struct InFlight {
-  std::string label;
-  const char* operation;
+  std::string label, operation;
   EventPtr done;
   Stopwatch since;  // its issue
 };
