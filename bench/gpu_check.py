@@ -19,7 +19,8 @@ from parts import ROOT, Part, Report, Result, Tests, run_all
 
 LIMIT_S = 470
 BUILD = ("setup.py", "build_ext", "--inplace")
-KERNELS = ("-m", "gpu", "tests/test_device_kernels.py")
+TRITON = ("-m", "gpu", "tests/test_device_kernels.py")
+CUDA = ("-m", "gpu", "tests/test_cuda_kernels.py")
 SANITIZED = ("bench/gpu_small.py", "--device", "cuda")
 # Every tensor in an allocation of its own: past its end lies nothing that may be touched.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -39,8 +40,8 @@ PARTS: list[Part] = [
     Part("device", 30, ("bench/gpu_device.py",), figures=True),
     Part("build", 60, BUILD, environ={"FSDP_KERNELS_CUDA": "require"}),
     Part("environment", 10, ("-m", "fsdp_kernels.cli", "env", "--json")),
-    Tests("triton kernels", 65, (*KERNELS, "-k", "TestTriton"), workers=4),
-    Tests("cuda kernels", 30, (*KERNELS, "-k", "TestOps"), workers=4),
+    Tests("triton kernels", 65, TRITON, workers=4),
+    Tests("cuda kernels", 30, CUDA, workers=4),
     Part("memcheck", 25, SANITIZED, environ=UNCACHED, **sanitizer("memcheck")),
     Part("racecheck", 20, SANITIZED, **sanitizer("racecheck")),
     Tests("one rank", 55, ("-m", "gpu", "tests/test_device.py", "tests/test_device_nccl.py")),

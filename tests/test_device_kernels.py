@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of the kernels on a CUDA device: those of Triton, and what `ops` picks.
+"""The contract of Triton's kernels on a CUDA device, and that no kernel waits for the device.
 
-`test_kernels.py` runs Triton's in the interpreter, and C++'s on the CPU.
+`test_kernels.py` runs Triton's in the interpreter and C++'s on the CPU; `test_cuda_kernels.py` has
+the contract of CUDA's.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 from device_tools import held_up, without_waiting
-from kernel_cases import BF16, TABLES, Implementation, KernelContract, Problem
+from kernel_cases import BF16, TABLES, FreshInputs, Implementation, KernelContract, Problem
+from kernel_move_cases import PackContract
 
-from fsdp_kernels import _ext, ops
+from fsdp_kernels import ops
 from triton_ops._common import interpreted
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -76,16 +76,10 @@ class TestTriton(KernelContract, AsynchronousContract):
     kernels = TRITON
 
 
-class TestOps(KernelContract, AsynchronousContract):
-    """What training calls: the CUDA kernels, where `ops` has them, and Triton's else."""
+class TestOps(FreshInputs, AsynchronousContract):
+    """What training calls: CUDA's pack and norm where they are built, else Triton's."""
 
     kernels = OPS
-
-    @pytest.fixture(autouse=True)
-    def _built(self) -> None:
-        module = _ext.load("_cuda")
-        if not isinstance(module, ModuleType):
-            pytest.skip(f"fsdp_kernels._cuda is {module}: ops takes Triton's, tested above")
 
     @pytest.mark.parametrize("accumulate", [False, True])
     def test_many_gradients_in_one_bucket(self, accumulate: bool) -> None:
@@ -96,4 +90,4 @@ class TestOps(KernelContract, AsynchronousContract):
             numel, offset = 1 + 37 * i % 300, i % 4
             gradient = torch.randn(numel + 4).to(dtypes[i % 3])[offset : offset + numel]
             gradients.append(None if i % 11 == 5 else gradient)
-        self.check_pack(gradients, BF16, accumulate)
+        PackContract.check_pack(self, gradients, BF16, accumulate)  # type: ignore[arg-type]

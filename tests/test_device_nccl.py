@@ -45,9 +45,8 @@ def test_contract(name: str, failed_checks: dict[str, str]) -> None:
         pytest.fail(failed_checks[name], pytrace=False)
 
 
-@pytest.mark.parametrize("name", cases.SCENARIOS)
-def test_training_equals_the_plain_model(name: str) -> None:
-    run(cases.train_like_the_plain_model, [name])
+def test_training_equals_the_plain_model() -> None:
+    run(cases.train_like_the_plain_model, list(cases.SCENARIOS))
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
@@ -91,8 +90,7 @@ def test_nothing_waits_for_the_device() -> None:
     run(steps.step_without_waiting)
 
 
-@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(("prefetch", "low"), [(0, False), (1, True), (2, False)])
 def test_peak_bytes(prefetch: int, low: bool) -> None:
     run(steps.peak_bytes, prefetch, low)
 
