@@ -61,20 +61,34 @@ def test_a_part_crashes_with_its_signal_and_its_stack(parts: ModuleType) -> None
     assert any("in dies" in line for line in result["output"])
 
 
-def test_a_part_that_hangs_is_ended_with_all_it_started(parts: ModuleType, tmp_path: Path) -> None:
+def end_once(parts: ModuleType, monkeypatch: pytest.MonkeyPatch, started: Path) -> None:
+    """Let the time limit pass when a file is there, and not before, however slow the machine is."""
+    real = parts._await
+
+    def impatient(process: Any, limit_s: float) -> Any:
+        while not started.exists() and process.poll() is None:
+            time.sleep(0.01)
+        return real(process, 0)
+
+    monkeypatch.setattr(parts, "_await", impatient)
+
+
+def test_a_part_that_hangs_is_ended_with_all_it_started(
+    parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The grandchild holds the output open, and must neither stay nor hold up the check."""
-    child = tmp_path / "child"
+    child, started = tmp_path / "child", tmp_path / "started"
+    end_once(parts, monkeypatch, started)
     lines = (
         "import subprocess, sys, time",
-        "sleeper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])",
+        "sleeper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(999)'])",
         f"open({str(child)!r}, 'w').write(str(sleeper.pid))",
         "def hangs():",
-        " time.sleep(99)",
+        f" open({str(started)!r}, 'w')",
+        " time.sleep(999)",
         "hangs()",
     )
-    begin = time.monotonic()
-    result = parts.Part("a", 5, program(*lines)).run(5)
-    assert time.monotonic() - begin < 30
+    result = parts.Part("a", 9, program(*lines)).run(5)
     assert (result["status"], result["why"]) == ("timed out", "no end within 5 s")
     assert any("in hangs" in line for line in result["output"])
     assert _ends(int(child.read_text()))
@@ -199,8 +213,18 @@ def test_when_no_test_is_there(parts: ModuleType, tmp_path: Path, may_skip: bool
     assert (result["status"], result["why"]) == ("failed", "no test ran: none was collected")
 
 
-def test_tests_that_hang_show_where(parts: ModuleType, tmp_path: Path) -> None:
-    command = write_tests(tmp_path, "def test_good(): pass", "def test_hangs(): time.sleep(99)")
+def test_tests_that_hang_show_where(
+    parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "started"
+    end_once(parts, monkeypatch, started)
+    command = write_tests(
+        tmp_path,
+        "def test_good(): pass",
+        "def test_hangs():",
+        f"    open({str(started)!r}, 'w')",
+        "    time.sleep(999)",
+    )
     result = parts.Tests("a", 3, command).run(5)
     assert result["status"] == "timed out"
     assert any("in test_hangs" in line for line in result["output"])
