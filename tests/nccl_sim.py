@@ -9,6 +9,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -23,6 +24,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BUILT = ROOT / "build" / "nccl_sim"
+PRECOMPILED = ROOT / "tests" / "sim" / "precompiled.h"
+PLACES = (ROOT / "csrc", ROOT / "tests")
 COMMON = ["-std=c++20", "-pthread", "-Wall", "-Wextra", "-Werror"]
 COMMON += ["-DFK_SIM", "-DFK_NCCL_MODULE=_nccl_sim"]
 # For the module and the programs alike, so that they share the objects.
@@ -58,18 +61,24 @@ def build_program(main: str, flags: Sequence[str] = ()) -> Path:
 def build(name: str, sources: Sequence[Path], flags: Sequence[str], link: Sequence[str]) -> Path:
     """Compile and link, unless the same was built before; objects are shared where they can be."""
     places = [*_headers(), pybind11.get_include(), sysconfig.get_paths()["include"]]
-    includes = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests'}", *(f"-isystem{p}" for p in places)]
+    includes = [*(f"-I{p}" for p in PLACES), *(f"-isystem{p}" for p in places)]
     compiler = os.environ.get("CXX", "g++")
     command = [compiler, *COMMON, *flags, *includes]
-    headers = _digest(_tree("*.h"), command)
+    # Never written: the compiler takes the compiled one beside it.
+    digest = _digest([PRECOMPILED], command)
+    header = BUILT / f"precompiled-{digest}.h"
     objects = {
-        source: BUILT / f"{source.stem}-{_digest([source], [headers])}.o" for source in sources
+        source: BUILT / f"{source.stem}-{_digest(_with_headers(source), [digest])}.o"
+        for source in sources
     }
-    output = BUILT / f"{Path(name).stem}-{_digest(sources, [headers, *link])}{Path(name).suffix}"
+    names = sorted(path.name for path in objects.values())
+    output = BUILT / f"{Path(name).stem}-{_digest([], [*names, *link])}{Path(name).suffix}"
     if output.exists():
         return output
     BUILT.mkdir(parents=True, exist_ok=True)
-    # A lock for each object: several builds, of several processes, share most of them.
+    # A lock for each file: several builds, of several processes, share most of them.
+    _once(Path(f"{header}.gch"), [*command, "-x", "c++-header", str(PRECOMPILED)])
+    command += ["-include", str(header)]
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(
             lambda item: _once(item[1], [*command, "-c", str(item[0])]), objects.items()
@@ -99,9 +108,18 @@ def _shared_sources() -> list[Path]:
     return [path for path in [*ours, *theirs] if path.name != _BINDINGS]
 
 
-def _tree(pattern: str, *places: Path) -> list[Path]:
-    places = places or (ROOT / "tests" / "sim", ROOT / "csrc" / "nccl")
-    return sorted(path for place in places for path in place.glob(pattern))
+def _tree(pattern: str, place: Path) -> list[Path]:
+    return sorted(place.glob(pattern))
+
+
+def _with_headers(source: Path) -> list[Path]:
+    """Return a source and the headers of ours that it includes, and they include."""
+    found = [source]
+    for path in found:  # which grows
+        for name in re.findall(r'^#include "(.+)"$', path.read_text(), re.MULTILINE):
+            here = [place / name for place in PLACES if (place / name).exists()]
+            found += [header for header in here if header not in found]
+    return found
 
 
 def _digest(paths: Sequence[Path], words: Sequence[str]) -> str:

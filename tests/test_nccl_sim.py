@@ -27,6 +27,10 @@ def test_the_simulation_itself() -> None:
     run("test_table")
 
 
+def test_a_training_loop_gets_the_oracles_numbers_and_needs_every_wait() -> None:
+    run("test_training")
+
+
 # -- the module -----------------------------------------------------------------------------------
 
 

@@ -177,8 +177,9 @@ std::optional<Blocked> Device::advance(Stream& stream, Launch& launch) {
 
 void Device::pop(Stream& stream) {
   stream.items.pop_front();
-  if (!stream.destroyed || !stream.items.empty()) return poison_early(stream);
-  std::erase_if(streams_, [&](auto& each) { return each.get() == &stream; });
+  if (stream.destroyed && stream.items.empty())
+    std::erase_if(streams_, [&](auto& each) { return each.get() == &stream; });
+  for (const auto& each : streams_) poison_early(*each);
 }
 
 // Writes NaN where a collective will write, as soon as it might have started: what is read too

@@ -73,8 +73,7 @@ bool Meeting::all_here() {
 }
 
 void Meeting::unlink() {
-  if (!unlinked_) shm_unlink(name_.c_str());
-  unlinked_ = true;
+  if (!unlinked_.exchange(true)) shm_unlink(name_.c_str());
 }
 
 void Meeting::ring() {

@@ -88,7 +88,7 @@ class Meeting {
   std::string name_;
   int world_, rank_;
   pid_t owner_;
-  bool unlinked_ = false;
+  std::atomic<bool> unlinked_{false};
   File* file_ = nullptr;
   char* areas_ = nullptr;
 };
