@@ -38,19 +38,58 @@ std::span<const T> view(Address address, int64_t count) {
 
 // shard: (grads, grads' dtype, master, master's dtype, exp_avg, exp_avg_sq, max_exp_avg_sq or 0,
 // params or 0, params' dtype, numel); the tables: (address, rows).
-void adam(const std::array<int64_t, 10>& shard, std::pair<Address, int64_t> table,
-          std::pair<Address, int64_t> coefs, double grad_scale, bool decoupled, int threads) {
+using ShardNumbers = std::array<int64_t, 10>;
+using Table = std::pair<Address, int64_t>;
+
+cpu::Shard shard_of(const ShardNumbers& shard) {
   const auto address = [&](int i) { return static_cast<Address>(shard[i]); };
-  const cpu::Shard buffers{buffer({address(0), static_cast<int>(shard[1])}),
-                           buffer({address(2), static_cast<int>(shard[3])}),
-                           pointer<void>(address(4)),
-                           pointer<void>(address(5)),
-                           pointer<void>(address(6)),
-                           buffer({address(7), static_cast<int>(shard[8])}),
-                           shard[9]};
+  return {buffer({address(0), static_cast<int>(shard[1])}),
+          buffer({address(2), static_cast<int>(shard[3])}),
+          pointer<void>(address(4)),
+          pointer<void>(address(5)),
+          pointer<void>(address(6)),
+          buffer({address(7), static_cast<int>(shard[8])}),
+          shard[9]};
+}
+
+void adam(const ShardNumbers& shard, Table table, Table coefs, double grad_scale, bool decoupled,
+          int threads) {
+  const cpu::Shard buffers = shard_of(shard);
   const py::gil_scoped_release released;
   cpu::adam(buffers, view<cpu::Fragment>(table.first, table.second),
             view<cpu::CoefRow>(coefs.first, coefs.second), {grad_scale, decoupled}, threads);
+}
+
+// The addresses of the ranks' memory, and its dtype code.
+struct Ranks {
+  explicit Ranks(const std::pair<std::vector<Address>, int>& typed)
+      : dtype(buffer({0, typed.second}).dtype) {
+    for (Address address : typed.first) addresses.push_back(pointer<void>(address));
+  }
+  cpu::Peers peers() const { return {addresses, dtype}; }
+  std::vector<void*> addresses;
+  cpu::DType dtype;
+};
+
+std::pair<double, double> reduce(const std::pair<std::vector<Address>, int>& peers,
+                                 const Typed& out, int64_t numel, Table table, bool accumulate,
+                                 int threads) {
+  const Ranks from(peers);
+  const cpu::Buffer to = buffer(out);
+  const py::gil_scoped_release released;
+  return cpu::reduce(from.peers(), to, numel, view<cpu::Fragment>(table.first, table.second),
+                     accumulate, threads);
+}
+
+void reduce_adam(const std::pair<std::vector<Address>, int>& peers, const ShardNumbers& shard,
+                 const std::pair<std::vector<Address>, int>& copies, Table table, Table coefs,
+                 std::pair<double, bool> options, int threads) {
+  const Ranks from(peers), to(copies);
+  const cpu::Shard buffers = shard_of(shard);
+  const py::gil_scoped_release released;
+  cpu::reduce_adam(
+      from.peers(), buffers, to.peers(), view<cpu::Fragment>(table.first, table.second),
+      view<cpu::CoefRow>(coefs.first, coefs.second), {options.first, options.second}, threads);
 }
 
 std::pair<double, double> norm(const Typed& grads, int64_t numel, std::pair<Address, int64_t> table,
@@ -86,6 +125,8 @@ PYBIND11_MODULE(_cpu, m) {
   m.doc() = "The kernels for CPU memory; fsdp_kernels/ops.py is the interface.";
   m.def("adam", &adam);
   m.def("norm", &norm);
+  m.def("reduce", &reduce);
+  m.def("reduce_adam", &reduce_adam);
   m.def("adam_coefs", &adam_coefs);
   m.def("pack", &pack);
   m.def("level", [] { return cpu::level().name; }, "The instruction set in use.");

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp_kernels import _ext
-from triton_ops import _common, reference
+from triton_ops import _common, _peers, reference
 from triton_ops._common import AdamShard, FragmentTable
 
 _CPP = _ext.cpu()
@@ -149,21 +149,83 @@ def adam(
             shard, table, coefs, factor, scale=scale, decoupled=decoupled, maximize=maximize
         )
     _common.check_adam("adam", shard, table, coefs, factor)
+    grads = _common.adam_grads("adam", shard)
     grad_scale = factor.item() * (-scale if maximize else scale)
     tables = _rows(table.host()), _rows(coefs)
-    _CPP.adam(_buffers(shard), *tables, grad_scale, decoupled, torch.get_num_threads())
+    _CPP.adam(_buffers(shard, grads), *tables, grad_scale, decoupled, torch.get_num_threads())
+
+
+def reduce(
+    peers: Sequence[Tensor],
+    out: Tensor,
+    *,
+    table: FragmentTable | None = None,
+    accumulate: bool = False,
+) -> Tensor | None:
+    """Sum a shard over the ranks' memory; see `triton_ops.reference.reduce`."""
+    if out.is_cuda:
+        from triton_ops.reduce import reduce as on_device
+
+        return on_device(peers, out, table=table, accumulate=accumulate)
+    if _CPP is None:
+        return reference.reduce(peers, out, table=table, accumulate=accumulate)
+    _peers.check_reduce("reduce", peers, out, table)
+    to = (out.data_ptr(), _CODES[out.dtype])
+    rows = (0, 0) if table is None else _rows(table.host())
+    sums = _CPP.reduce(_typed(peers), to, out.numel(), rows, accumulate, torch.get_num_threads())
+    return None if table is None else torch.tensor(sums, dtype=torch.float64)
+
+
+def reduce_adam(
+    peers: Sequence[Tensor],
+    shard: AdamShard,
+    table: FragmentTable,
+    coefs: Tensor,
+    factor: Tensor,
+    *,
+    scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+    publish: Sequence[Tensor] = (),
+) -> None:
+    """Sum over the ranks' memory and update in one pass; see `triton_ops.reference.reduce_adam`."""
+    if shard.master.is_cuda:
+        from triton_ops.reduce_adam import reduce_adam as on_device
+
+        return on_device(
+            peers, shard, table, coefs, factor,
+            scale=scale, decoupled=decoupled, maximize=maximize, publish=publish,
+        )  # fmt: skip
+    if _CPP is None:
+        return reference.reduce_adam(
+            peers, shard, table, coefs, factor,
+            scale=scale, decoupled=decoupled, maximize=maximize, publish=publish,
+        )  # fmt: skip
+    _peers.check_reduce_adam("reduce_adam", peers, shard, publish)
+    _common.check_adam("reduce_adam", shard, table, coefs, factor)
+    options = factor.item() * (-scale if maximize else scale), decoupled
+    copies = _typed(_peers.copies(shard, publish))
+    tables = _rows(table.host()), _rows(coefs)
+    numbers = _buffers(shard, None)
+    _CPP.reduce_adam(_typed(peers), numbers, copies, *tables, options, torch.get_num_threads())
 
 
 def _rows(table: Tensor) -> tuple[int, int]:
     return table.data_ptr(), table.shape[0]
 
 
-def _buffers(shard: AdamShard) -> tuple[int, ...]:
+def _typed(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return the addresses of tensors of one dtype, and the dtype's code."""
+    code = _CODES[tensors[0].dtype] if tensors else 0
+    return [tensor.data_ptr() for tensor in tensors], code
+
+
+def _buffers(shard: AdamShard, grads: Tensor | None) -> tuple[int, ...]:
     """Spell a shard as the numbers that the C++ `adam` takes."""
     master, largest, params = shard.master, shard.max_exp_avg_sq, shard.params
     return (
-        shard.grads.data_ptr(),
-        _CODES[shard.grads.dtype],
+        0 if grads is None else grads.data_ptr(),
+        0 if grads is None else _CODES[grads.dtype],
         master.data_ptr(),
         _CODES[master.dtype],
         shard.exp_avg.data_ptr(),

@@ -22,6 +22,7 @@ PACKAGES = ("fsdp_kernels", "triton_ops")
 LAYERS: dict[int, tuple[str, ...]] = {
     0: (
         "triton_ops._common",
+        "triton_ops._peers",
         "triton_ops.reference",
         "fsdp_kernels._ext",
         "fsdp_kernels._nvml",
@@ -37,6 +38,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "triton_ops.adam",
         "triton_ops.norm",
         "triton_ops.pack",
+        "triton_ops.reduce",
         "triton_ops.reduce_adam",
         "fsdp_kernels._environment",
         "fsdp_kernels.accesses",
@@ -97,11 +99,13 @@ LAYERS: dict[int, tuple[str, ...]] = {
 SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels.streams": ("fsdp_kernels.trace",),
     # Helpers of one file, split off so that both stay readable; never the other way round.
-    "triton_ops.reference": ("triton_ops._common",),
+    "triton_ops._peers": ("triton_ops._common",),
+    "triton_ops.reference": ("triton_ops._common", "triton_ops._peers"),
     "triton_ops.adam": ("triton_ops._cast",),
     "triton_ops.norm": ("triton_ops._cast",),
     "triton_ops.pack": ("triton_ops._cast",),
-    "triton_ops.reduce_adam": ("triton_ops._cast", "triton_ops.adam"),
+    "triton_ops.reduce": ("triton_ops._cast", "triton_ops.norm"),
+    "triton_ops.reduce_adam": ("triton_ops._cast", "triton_ops.adam", "triton_ops.reduce"),
     "fsdp_kernels.grads": ("fsdp_kernels.flat_shard", "fsdp_kernels.pool"),
     "fsdp_kernels.bucket": (
         "fsdp_kernels.flat_shard",
@@ -142,6 +146,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "triton_ops.adam",
         "triton_ops.norm",
         "triton_ops.pack",
+        "triton_ops.reduce",
         "triton_ops.reduce_adam",
     ),
     # The tensor and its table of operations need each other; the table is loaded at the first use.

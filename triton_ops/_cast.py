@@ -7,11 +7,18 @@ interpreter gives the device's bits.
 """
 # mypy: allow-untyped-decorators
 
+import torch
 import triton
 import triton.language as tl
 
 from triton_ops._common import interpreted
 
+TL_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
 INTERPRETED = tl.constexpr(interpreted())
 
 

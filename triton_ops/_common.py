@@ -178,7 +178,8 @@ class AdamShard:
     """One rank's flat buffers of one bucket, each 1-D contiguous [shard_numel] on one device.
 
     Attributes:
-        grads: Reduced gradients, fp32, bf16 or fp16 (fp64 with an fp64 master).
+        grads: Reduced gradients, fp32, bf16 or fp16 (fp64 with an fp64 master); None for
+            `reduce_adam`, which reads those of the ranks.
         master: Parameters in fp32 (fp64 on CPU: reference and C++).
         exp_avg: First moment, in master's dtype.
         exp_avg_sq: Second moment, in master's dtype.
@@ -186,7 +187,7 @@ class AdamShard:
         params: The shard that the next gather sends, any float dtype, written only; or None.
     """
 
-    grads: Tensor
+    grads: Tensor | None
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -209,10 +210,8 @@ class AdamShard:
                     f"AdamShard.{name}: expected master's {master.dtype}, got {tensor.dtype}. "
                     "Convert the state."
                 )
-        if self.grads.dtype == torch.float64 and master.dtype != torch.float64:
-            raise ValueError(
-                "AdamShard.grads: expected at most float32, got float64. Reduce in float32."
-            )
+        if self.grads is not None:
+            check_grads("AdamShard.grads", self.grads, master)
 
     def named(self) -> dict[str, Tensor]:
         """Return the buffers that are present, by name."""
@@ -231,6 +230,21 @@ def check_flat(where: str, tensor: Tensor, numel: int, device: torch.device) -> 
         raise ValueError(f"{where}: expected a float dtype, got {tensor.dtype}. Cast it first.")
     if tensor.device != device:
         raise ValueError(f"{where}: expected {device}, got {tensor.device}. Move it first.")
+
+
+def check_grads(where: str, grads: Tensor, master: Tensor) -> None:
+    """Raise ValueError if the gradients are wider than the state that they update."""
+    if grads.dtype == torch.float64 and master.dtype != torch.float64:
+        raise ValueError(f"{where}: expected at most float32, got float64. Reduce in float32.")
+
+
+def adam_grads(where: str, shard: AdamShard) -> Tensor:
+    """Return the shard's gradients; raise ValueError if it has none."""
+    if shard.grads is None:
+        raise ValueError(
+            f"{where}: expected a shard with gradients, got None. Pass grads, or use reduce_adam."
+        )
+    return shard.grads
 
 
 def check_device(where: str, tensor: Tensor) -> None:

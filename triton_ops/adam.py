@@ -31,22 +31,22 @@ _COEF_BLOCK = 128
 
 
 @triton.jit
-def _update(
-    grads: tl.tensor,
+def update(
+    g: tl.tensor,
     master: tl.tensor,
     exp_avg: tl.tensor,
     exp_avg_sq: tl.tensor,
     max_exp_avg_sq: tl.tensor | None,
-    shard_params: tl.tensor | None,
     offsets: tl.tensor,
     mask: tl.tensor,
     coef: tl.tensor,
-    grad_scale: tl.tensor,
     DECOUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
-) -> None:
-    """Update the elements ``offsets`` under ``mask`` with the coefficients at ``coef``."""
-    g = widen(tl.load(grads + offsets, mask=mask, other=0.0), tl.float32) * grad_scale
+) -> tl.tensor:
+    """Update the elements ``offsets`` under ``mask`` with their scaled gradients ``g``.
+
+    Returns the new parameters in float32.
+    """
     p = tl.load(master + offsets, mask=mask, other=0.0)
     m = tl.load(exp_avg + offsets, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
@@ -72,6 +72,30 @@ def _update(
     denom = root + tl.load(coef + _EPS).to(tl.float32)
     p = p - tl.div_rn(tl.load(coef + _STEP_SIZE).to(tl.float32) * m, denom)
     tl.store(master + offsets, p, mask=mask)
+    return p
+
+
+@triton.jit
+def _step(
+    grads: tl.tensor,
+    master: tl.tensor,
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    max_exp_avg_sq: tl.tensor | None,
+    shard_params: tl.tensor | None,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    coef: tl.tensor,
+    grad_scale: tl.tensor,
+    DECOUPLED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+) -> None:
+    """Read the gradients of the elements ``offsets``, update them, write their low precision."""
+    g = widen(tl.load(grads + offsets, mask=mask, other=0.0), tl.float32) * grad_scale
+    p = update(
+        g, master, exp_avg, exp_avg_sq, max_exp_avg_sq,
+        offsets, mask, coef, DECOUPLED, MAXIMIZE,
+    )  # fmt: skip
     if shard_params is not None:
         tl.store(shard_params + offsets, narrow(p, shard_params.dtype.element_ty), mask=mask)
 
@@ -104,13 +128,13 @@ def adam_kernel(
         # scalar. So the block stops at the last multiple, and the ragged rest goes by itself.
         even = tl.multiple_of(start + (stop - start) // ALIGN * ALIGN, ALIGN)
         offsets = start + tl.arange(0, BLOCK)
-        _update(
+        _step(
             grads, master, exp_avg, exp_avg_sq, max_exp_avg_sq, shard_params,
             offsets, offsets < even, coef, grad_scale, DECOUPLED, MAXIMIZE,
         )  # fmt: skip
         if even < stop:
             rest = even + tl.arange(0, ALIGN)
-            _update(
+            _step(
                 grads, master, exp_avg, exp_avg_sq, max_exp_avg_sq, shard_params,
                 rest, rest < stop, coef, grad_scale, DECOUPLED, MAXIMIZE,
             )  # fmt: skip
@@ -189,6 +213,13 @@ def adam_coefs(
         )
 
 
+def check_master(where: str, master: Tensor) -> None:
+    """Raise ValueError unless the state is what the Triton kernels compute in."""
+    if master.dtype != torch.float32:
+        got = master.dtype
+        raise ValueError(f"{where}: expected a float32 master, got {got}. Use the reference.")
+
+
 def adam(
     shard: AdamShard,
     table: FragmentTable,
@@ -214,9 +245,8 @@ def adam(
     where = "triton adam"
     common.check_adam(where, shard, table, coefs, factor)
     common.check_device(where, shard.master)
-    if shard.master.dtype != torch.float32:
-        got = shard.master.dtype
-        raise ValueError(f"{where}: expected a float32 master, got {got}. Use reference.adam.")
+    grads = common.adam_grads(where, shard)
+    check_master(where, shard.master)
     block = common.block_numel(table.max_numel)
     chunks = table.chunks(block, shard.master.device)
     if len(chunks) == 0:
@@ -224,7 +254,7 @@ def adam(
     narrowest = min(tensor.element_size() for tensor in shard.named().values())
     with common.on_device(shard.master):
         adam_kernel[(len(chunks),)](
-            shard.grads,
+            grads,
             shard.master,
             shard.exp_avg,
             shard.exp_avg_sq,

@@ -28,18 +28,15 @@ def _partial(
 
 
 @triton.jit
-def norm_kernel(
-    grads: tl.tensor,  # [shard_numel]
-    chunks: tl.tensor,  # int64 [n_chunks, 3]: start, stop, row
-    partials: tl.tensor,  # float64 [n_chunks, 2]
+def chunk_norm(
+    grads: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
     ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,  # float32, or float64 for float64 gradients
-) -> None:
-    """Write one chunk's (sum of squares, non-finite count); no atomics, so any run is the same."""
-    pid = tl.program_id(0).to(tl.int64)
-    start = tl.multiple_of(tl.load(chunks + pid * 3), ALIGN)
-    stop = tl.load(chunks + pid * 3 + 1)
+    WIDE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the (sum of squares, non-finite count) of one chunk, both float64."""
     # As in adam: the mask of the block stops at a multiple of ALIGN, or its loads turn scalar.
     even = tl.multiple_of(start + (stop - start) // ALIGN * ALIGN, ALIGN)
     offsets = start + tl.arange(0, BLOCK)
@@ -54,8 +51,30 @@ def norm_kernel(
         # gradients are in cache.
         all_offsets = start + tl.arange(0, BLOCK)
         total, _ = _partial(grads, all_offsets, all_offsets < stop, tl.float64)
+    return total, bad
+
+
+@triton.jit
+def norm_kernel(
+    grads: tl.tensor,  # [shard_numel]
+    chunks: tl.tensor,  # int64 [n_chunks, 3]: start, stop, row
+    partials: tl.tensor,  # float64 [n_chunks, 2]
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,  # float32, or float64 for float64 gradients
+) -> None:
+    """Write one chunk's (sum of squares, non-finite count); no atomics, so any run is the same."""
+    pid = tl.program_id(0).to(tl.int64)
+    start = tl.multiple_of(tl.load(chunks + pid * 3), ALIGN)
+    stop = tl.load(chunks + pid * 3 + 1)
+    total, bad = chunk_norm(grads, start, stop, ALIGN, BLOCK, WIDE)
     tl.store(partials + pid * 2, total)
     tl.store(partials + pid * 2 + 1, bad)
+
+
+def norm_block(longest: int) -> int:
+    """Return the elements of one program, and so of one partial sum."""
+    return common.block_numel(longest, blocks=_BLOCKS)
 
 
 def norm(grads: Tensor, table: FragmentTable) -> Tensor:
@@ -74,7 +93,7 @@ def norm(grads: Tensor, table: FragmentTable) -> Tensor:
     common.check_flat("triton norm grads", grads, grads.numel(), grads.device)
     common.check_table("triton norm", table, grads.numel())
     common.check_device("triton norm", grads)
-    block = common.block_numel(table.max_numel, blocks=_BLOCKS)
+    block = norm_block(table.max_numel)
     chunks = table.chunks(block, grads.device)
     if len(chunks) == 0:
         return torch.zeros(2, dtype=torch.float64, device=grads.device)

@@ -16,14 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from triton_ops import _common as common
-from triton_ops._cast import narrow, widen
+from triton_ops import _peers
+from triton_ops._cast import TL_DTYPES, narrow, widen
 
-_TL_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float64: tl.float64,
-}
 _VECTOR_BYTES = tl.constexpr(common.VECTOR_BYTES)
 _BLOCKS = 2  # device blocks per program
 
@@ -93,13 +88,6 @@ def _chunk_table(
         stops = torch.clamp(starts + block, max=stop)
         parts.append(torch.stack((torch.full_like(starts, row), starts - start, starts, stops), 1))
     return torch.cat(parts).contiguous().to(device)
-
-
-@lru_cache(maxsize=4096)
-def _address_table(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """Upload addresses without waiting; ``stream`` is in the key, since it orders the copy."""
-    host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
 
 
 def _zero_segments(
@@ -172,14 +160,14 @@ def _launch(
     longest = max(stop - start for _, start, stop in segments)
     block = common.block_numel(longest, blocks=_BLOCKS)
     chunks = _chunk_table(segments, block, out.device)
-    stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
+    table = _peers.address_table(addresses, out.device, _peers.current_stream(out.device))
     narrowest = min(dtype.itemsize, out.element_size())
     with common.on_device(out):
         pack_kernel[(len(chunks),)](
             out,
-            _address_table(addresses, out.device, stream),
+            table,
             chunks,
-            DTYPE=_TL_DTYPES[dtype],
+            DTYPE=TL_DTYPES[dtype],
             WIDE=tl.float64 if torch.float64 in (dtype, out.dtype) else tl.float32,
             ACCUMULATE=accumulate,
             ALIGN=common.VECTOR_BYTES // narrowest,

@@ -7,13 +7,14 @@ host. Runs in float64 too. Walks slices that stay in cache. Reads coefficients o
 CUDA device it synchronises, which the kernels never do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from triton_ops import _common as common
+from triton_ops import _peers
 from triton_ops._common import AdamShard, FragmentTable
 
 _SLICE_NUMEL = 1 << 16
@@ -148,23 +149,31 @@ def adam(
         maximize: Ascend.
     """
     common.check_adam("adam", shard, table, coefs, factor)
+    grads = common.adam_grads("adam", shard)
+    grad_scale = float(factor.item()) * (-scale if maximize else scale)
+    for part, coef in _active_slices(table, coefs):
+        g = grads[part].to(shard.master.dtype).mul(grad_scale)
+        _adam_slice(shard, part, g, coef, decoupled)
+
+
+def _active_slices(table: FragmentTable, coefs: Tensor) -> Iterator[tuple[slice, list[float]]]:
+    """Yield the slices of the fragments that take a step, each with its row of coefficients."""
     rows: list[list[float]] = coefs.tolist()
-    grad_scale = float(factor.item()) * scale
     for start, stop, row in zip(table.starts, table.stops, table.rows, strict=True):
-        if not rows[row][common.ACTIVE]:
-            continue
-        for begin in range(start, stop, _SLICE_NUMEL):
-            part = slice(begin, min(begin + _SLICE_NUMEL, stop))
-            _adam_slice(shard, part, rows[row], -grad_scale if maximize else grad_scale, decoupled)
+        if rows[row][common.ACTIVE]:
+            for begin in range(start, stop, _SLICE_NUMEL):
+                yield slice(begin, min(begin + _SLICE_NUMEL, stop)), rows[row]
 
 
 def _adam_slice(
-    shard: AdamShard, part: slice, coef: list[float], grad_scale: float, decoupled: bool
+    shard: AdamShard, part: slice, g: Tensor, coef: list[float], decoupled: bool
 ) -> None:
-    """Update the elements of one slice; torch rounds Python scalars to the tensors' dtype."""
+    """Update a slice with its scaled gradients ``g``, which this overwrites.
+
+    Torch rounds Python scalars to the tensors' dtype.
+    """
     # NOTE: no `alpha=`, `addcmul` or `lerp` here: torch contracts those into fused multiply-adds.
     p, m, v = shard.master[part], shard.exp_avg[part], shard.exp_avg_sq[part]
-    g = shard.grads[part].to(p.dtype).mul(grad_scale)
     if decoupled:
         p.mul_(coef[common.DECAY])
     else:
@@ -177,6 +186,87 @@ def _adam_slice(
     p.sub_(m.mul(coef[common.STEP_SIZE]).div_(denom))
     if shard.params is not None:
         shard.params[part].copy_(p)
+
+
+def reduce(
+    peers: Sequence[Tensor],
+    out: Tensor,
+    *,
+    table: FragmentTable | None = None,
+    accumulate: bool = False,
+) -> Tensor | None:
+    """Sum every rank's gradients of one shard, always in rank order.
+
+    ``out[j] = round(((fp32(p_0[j]) + fp32(p_1[j])) + fp32(p_2[j])) + ...)``, rounding after every
+    addition; in float64 if a side is. With ``accumulate``:
+    ``out[j] = round(fp32(out[j]) + sum)``, the sum of the ranks taken first.
+
+    Args:
+        peers: For each rank, the part [shard_numel] of its gradient bucket that is this rank's
+            shard; one float dtype.
+        out: Where the sum goes [shard_numel], any float dtype; may be one of the peers itself.
+        table: The fragments whose norm is wanted; the sum covers what lies between them too.
+        accumulate: Add to what ``out`` holds.
+
+    Returns:
+        With a table, what `norm` gives for ``out``: the first phase of a clipped step.
+    """
+    _peers.check_reduce("reduce", peers, out, table)
+    wide = _peers.sum_dtype(peers[0].dtype, out.dtype)
+    for begin in range(0, out.numel(), _SLICE_NUMEL):
+        part = slice(begin, begin + _SLICE_NUMEL)
+        total = _sum(peers, part, wide)
+        out[part].copy_(out[part].to(wide) + total if accumulate else total)
+    return None if table is None else norm(out, table)
+
+
+def _sum(peers: Sequence[Tensor], part: slice, wide: torch.dtype) -> Tensor:
+    """Return the sum of one slice over the ranks, in memory of its own."""
+    total = peers[0][part].to(wide, copy=True)
+    for peer in peers[1:]:
+        total.add_(peer[part])
+    return total
+
+
+def reduce_adam(
+    peers: Sequence[Tensor],
+    shard: AdamShard,
+    table: FragmentTable,
+    coefs: Tensor,
+    factor: Tensor,
+    *,
+    scale: float = 1.0,
+    decoupled: bool = True,
+    maximize: bool = False,
+    publish: Sequence[Tensor] = (),
+) -> None:
+    """Sum every rank's gradients of one shard and update the shard with them, in place.
+
+    The bits of `reduce` into a float32 buffer (float64 for float64 gradients) and `adam` on it.
+    No sum is stored.
+
+    Args:
+        peers: For each rank, the part [shard_numel] of its gradient bucket that is this rank's
+            shard; fp32, bf16 or fp16 (fp64 with an fp64 master).
+        shard: The flat buffers; its ``grads`` are not looked at, and may be None.
+        table: The fragments and their rows in ``coefs``.
+        coefs: float64 [n_params, 9] from `adam_coefs`.
+        factor: float64 [1], the device scalar: 1 / (ranks x loss scale) x clip.
+        scale: A further factor known on the host.
+        decoupled: AdamW's weight decay; must be what `adam_coefs` was given.
+        maximize: Ascend.
+        publish: Further copies of the parameters [shard_numel], one float dtype (that of
+            ``shard.params`` if it is there), written as ``shard.params`` is.
+    """
+    _peers.check_reduce_adam("reduce_adam", peers, shard, publish)
+    common.check_adam("reduce_adam", shard, table, coefs, factor)
+    wide = _peers.sum_dtype(peers[0].dtype, torch.float32)
+    grad_scale = float(factor.item()) * (-scale if maximize else scale)
+    for part, coef in _active_slices(table, coefs):
+        g = _sum(peers, part, wide).to(shard.master.dtype).mul_(grad_scale)
+        _adam_slice(shard, part, g, coef, decoupled)
+        for copy in publish:
+            copy[part].copy_(shard.master[part])
 
 
 def _sqrt(x: Tensor, out: Tensor) -> Tensor:

@@ -71,4 +71,21 @@ struct Source {
 // Sources in ascending order of start; what none of them covers becomes 0, or is kept (accumulate).
 void pack(std::span<const Source> sources, Buffer out, int64_t numel, bool accumulate, int threads);
 
+// The same elements in the memory of several ranks, in rank order, each of one dtype.
+struct Peers {
+  std::span<void* const> data;
+  DType dtype;
+};
+
+// out = round(p_0 + p_1 + ...), or round(out + sum) to accumulate; `out` may be one of the peers.
+// Returns what `norm` gives for the table's elements of `out`; the sum covers all of them.
+std::pair<double, double> reduce(const Peers& peers, Buffer out, int64_t numel,
+                                 std::span<const Fragment> table, bool accumulate, int threads);
+
+// `reduce` into float32 (float64 for float64 gradients) and `adam` on it, without storing the sum;
+// the new parameters go to every one of `copies`. The shard's own grads and params are not used.
+void reduce_adam(const Peers& peers, const Shard& shard, const Peers& copies,
+                 std::span<const Fragment> table, std::span<const CoefRow> coefs,
+                 AdamOptions options, int threads);
+
 }  // namespace fk::cpu

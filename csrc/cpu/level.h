@@ -23,6 +23,9 @@ struct Level {
   double (*square_sum)(Buffer grads, int64_t start, int64_t stop);
   void (*convert)(Buffer to, int64_t to_start, Buffer from, int64_t from_start, int64_t numel);
   void (*add)(Buffer to, int64_t to_start, Buffer from, int64_t from_start, int64_t numel);
+  // to = cast(from[0] + from[1] + ...), or cast(to + sum), of elements [start, start + numel).
+  void (*sum)(Buffer to, int64_t to_start, const Peers& from, int64_t start, int64_t numel);
+  void (*add_sum)(Buffer to, int64_t to_start, const Peers& from, int64_t start, int64_t numel);
 };
 
 // The best that this processor has, unless `set_level` chose another.

@@ -20,10 +20,11 @@ namespace {
 #include "cpu/vector.inl"
 // Order matters: the loops use the vectors.
 #include "cpu/loops.inl"
+#include "cpu/sum.inl"
 }  // namespace
 
 extern const Level kLevel;
-const Level kLevel{"avx2", adam, square_sum, cast<false>, cast<true>};
+const Level kLevel{"avx2", adam, square_sum, cast<false>, cast<true>, sum<false>, sum<true>};
 
 }  // namespace fk::cpu::avx2
 #endif
