@@ -24,7 +24,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
 from triton_ops import _common as common
-from triton_ops import adam, norm, pack
+from triton_ops import adam, norm, pack, reduce, reduce_adam
 
 ARCHS = (80, 90, 100)
 THREADS = 32 * common.NUM_WARPS
@@ -126,6 +126,71 @@ def pack_variant(grads: str, out: str, accumulate: bool) -> Variant:
     return Variant(name, pack.pack_kernel, arguments, block, loads=loads, stores=(out,))
 
 
+def reduce_variant(peers: str, out: str, world: int, *, accumulate: bool, table: bool) -> Variant:
+    block = common.BLOCK_NUMEL * norm._BLOCKS
+    arguments = {
+        "peers": "*i64",
+        "out": f"*{out}",
+        "chunks": "*i64",
+        "partials": "*fp64" if table else None,
+        "n_partials": "int",
+        "DTYPE": TYPES[peers],
+        "WORLD": world,
+        "WIDE": tl.float32,
+        "ACCUMULATE": accumulate,
+        "ALIGNED": True,
+        "ALIGN": common.VECTOR_BYTES // min(BYTES[peers], BYTES[out]),
+        "BLOCK": block,
+    }
+    extra = (out,) * (accumulate + table)  # read to be added to, read back by the norm
+    name = f"reduce-{peers}-{out}-{world}{'-accumulate' * accumulate}{'-norm' * table}"
+    loads = (*(peers,) * written_out(world), *extra)
+    return Variant(name, reduce.reduce_kernel, arguments, block, loads=loads, stores=(out,))
+
+
+def reduce_adam_variant(peers: str, copy: str | None, world: int, *, amsgrad: bool) -> Variant:
+    state = ("fp32",) * (4 if amsgrad else 3)
+    narrowest = min(BYTES[dtype] for dtype in (peers, copy or "fp32"))
+    return Variant(
+        name=f"reduce_adam-{peers}-{copy}-{world}{'-amsgrad' * amsgrad}",
+        kernel=reduce_adam.reduce_adam_kernel,
+        arguments={
+            "peers": "*i64",
+            "copies": "*i64",
+            "n_copies": "int",
+            "master": "*fp32",
+            "exp_avg": "*fp32",
+            "exp_avg_sq": "*fp32",
+            "max_exp_avg_sq": "*fp32" if amsgrad else None,
+            "chunks": "*i64",
+            "coefs": "*fp64",
+            "factor": "*fp64",
+            "scale": "float",
+            "DTYPE": TYPES[peers],
+            "WORLD": world,
+            "COPY_DTYPE": TYPES[copy or "fp32"],
+            "ALIGNED": True,
+            "DECOUPLED": not amsgrad,
+            "MAXIMIZE": False,
+            "ALIGN": common.VECTOR_BYTES // narrowest,
+            "BLOCK": common.BLOCK_NUMEL,
+        },
+        block=common.BLOCK_NUMEL,
+        loads=(*(peers,) * written_out(world), *state),
+        # The copies are a loop: its body is written out once.
+        stores=(*state, copy or "fp32"),
+    )
+
+
+def written_out(world: int) -> int:
+    """Count the loads of ranks' memory in the code: beyond some ranks they are a loop.
+
+    The first rank, one turn of the loop, and the ranks that are left over.
+    """
+    unrolled = reduce._MAX_UNROLLED.value
+    return world if world <= unrolled else 1 + unrolled + (world - 1) % unrolled
+
+
 VARIANTS = (
     adam_variant("fp32", None, amsgrad=False, decoupled=True),
     adam_variant("bf16", "bf16", amsgrad=False, decoupled=True),
@@ -137,6 +202,15 @@ VARIANTS = (
     pack_variant("fp32", "fp32", accumulate=False),
     pack_variant("bf16", "fp32", accumulate=False),
     pack_variant("bf16", "bf16", accumulate=True),
+    reduce_variant("fp32", "fp32", 2, accumulate=False, table=True),
+    reduce_variant("bf16", "bf16", 4, accumulate=False, table=True),
+    reduce_variant("bf16", "fp32", 4, accumulate=False, table=False),
+    reduce_variant("bf16", "bf16", 8, accumulate=True, table=False),
+    reduce_adam_variant("fp32", None, 2, amsgrad=False),
+    reduce_adam_variant("bf16", "bf16", 2, amsgrad=False),
+    reduce_adam_variant("fp32", "bf16", 8, amsgrad=False),
+    reduce_adam_variant("bf16", "bf16", 8, amsgrad=True),
+    reduce_adam_variant("fp32", "bf16", 32, amsgrad=False),
 )
 
 
@@ -156,10 +230,10 @@ class NoDevice:
         return 0
 
 
-def compile_ptx(variant: Variant, arch: int) -> tuple[str, dict[str, str]]:
-    """Launch on nothing, with 16-byte aligned pointers; return the PTX and the argument types."""
+def compile_for(variant: Variant, arch: int) -> Any:
+    """Launch on nothing, with 16-byte aligned pointers; return the compiled kernel."""
     driver.set_active(NoDevice(arch))
-    compiled = variant.kernel.warmup(
+    return variant.kernel.warmup(
         **{
             name: SAMPLES[value] if isinstance(value, str) else value
             for name, value in variant.arguments.items()
@@ -167,7 +241,13 @@ def compile_ptx(variant: Variant, arch: int) -> tuple[str, dict[str, str]]:
         **common.LAUNCH_OPTIONS,
         grid=(1,),
     )
-    return str(compiled.asm["ptx"]), compiled.src.signature
+
+
+def summed_layouts(ttgir: str) -> list[str]:
+    """List how the tensors of a block that are summed lie over threads: the order of addition."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ttgir, re.MULTILINE))
+    summed = re.findall(r"^\s*\}\) : \(tensor<(\d+)x(\w+), (#\w+)>\) -> ", ttgir, re.MULTILINE)
+    return sorted(f"{numel} {dtype} {layouts[name]}" for numel, dtype, name in summed)
 
 
 def resources(ptx: str, arch: int) -> str:
@@ -186,7 +266,8 @@ def resources(ptx: str, arch: int) -> str:
 
 def describe(variant: Variant, arch: int) -> dict[str, object]:
     """Compile one variant for one architecture and count what it does to memory."""
-    ptx, types = compile_ptx(variant, arch)
+    compiled = compile_for(variant, arch)
+    ptx, types = str(compiled.asm["ptx"]), compiled.src.signature
     accesses = Counter(re.findall(r"\b((?:ld|st)\.(?:global|local)[.\w]*)", ptx))
     report = resources(ptx, arch)
     registers = re.search(r"Used (\d+) registers", report)
@@ -200,6 +281,7 @@ def describe(variant: Variant, arch: int) -> dict[str, object]:
         "expected_loads": variant.vector_accesses(variant.loads),
         "expected_stores": variant.vector_accesses(variant.stores),
         "streams": len(variant.loads) + len(variant.stores),
+        "summed_layouts": summed_layouts(str(compiled.asm["ttgir"])),
         "local": ".local" in ptx,
         "contracted": len(re.findall(r"\bfma\.rn", ptx)),
         "approximate": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx)", ptx)),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Drives the CPU kernels over heap blocks of exactly the right length, at every ragged end, with
 // every dtype and instruction set; built with sanitizers by test_cpp_kernels.py.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -55,6 +56,32 @@ void check_adam(int64_t numel, DType grads, DType params, DType master, int thre
   if (sum != 0 || not_finite != 0) std::abort();
 }
 
+void check_reduce(int64_t numel, DType peers, DType out, DType master, size_t ranks, int threads) {
+  std::vector<Memory> memory, targets;
+  std::vector<void*> addresses, copies;
+  for (size_t k = 0; k < ranks; ++k) {
+    addresses.push_back(memory.emplace_back(numel, peers).buffer.data);
+    copies.push_back(targets.emplace_back(numel, out).buffer.data);
+  }
+  Memory sum(numel, out), p(numel, master), m(numel, master), v(numel, master), x(numel, master);
+  const int64_t middle = numel / 3, gap = std::min<int64_t>(2, numel - middle);
+  const std::vector<cpu::Fragment> table{{0, middle, 0}, {middle + gap, numel, 0}};
+  for (const bool accumulate : {false, true}) {
+    const auto [squares, not_finite] =
+        cpu::reduce({addresses, peers}, sum.buffer, numel, table, accumulate, threads);
+    if (squares != 0 || not_finite != 0) std::abort();
+    ++checked;
+  }
+  const cpu::CoefRow coef{1, 0.9, 0.1, 0.999, 0.001, 1e-3, 1, 1e-8, 0.1};
+  for (const bool amsgrad : {false, true}) {
+    const cpu::Shard shard{
+        {}, p.buffer, m.buffer.data, v.buffer.data, amsgrad ? x.buffer.data : nullptr, {}, numel};
+    cpu::reduce_adam({addresses, peers}, shard, {copies, out}, table, std::span(&coef, 1),
+                     {1.0, !amsgrad}, threads);
+    ++checked;
+  }
+}
+
 void check_pack(int64_t numel, DType from, DType to) {
   Memory first(numel, from), second(1, from), out(2 * numel + 3, to);
   const std::vector<cpu::Source> sources{{first.buffer, 0, numel}, {second.buffer, numel + 1, 1}};
@@ -74,12 +101,15 @@ int main() {
         for (int64_t numel = 0; numel < 70; ++numel) check_pack(numel, first, second);
         for (int64_t numel = 0; numel < 70; ++numel) {
           check_adam(numel, first, second, DType::kFloat64, 2);
+          check_reduce(numel, first, second, DType::kFloat64, 1 + numel % 3, 2);
           if (first == DType::kFloat64) continue;
           check_adam(numel, first, second, DType::kFloat32, 2);
+          check_reduce(numel, first, second, DType::kFloat32, 1 + numel % 3, 2);
         }
       }
     }
     check_adam(300'001, DType::kBFloat16, DType::kBFloat16, DType::kFloat32, 3);
+    check_reduce(300'001, DType::kBFloat16, DType::kBFloat16, DType::kFloat32, 3, 3);
   }
   std::printf("checked %d\n", checked);
   return 0;

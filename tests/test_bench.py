@@ -22,6 +22,10 @@ BENCHES = {
         {"speedup", "speedup_buffer_kept", "ceiling_gb_per_s", "sides"},
     ),
     "kernels": ("--numel 5000 --rounds 2", {"pack", "norm", "pack_speedup", "norm_speedup"}),
+    "reduce_adam": (
+        "--numel 5000 --world 3 --copies 2 --clip 1 --dtype bf16 --rounds 2",
+        {"share_of_copy", "speedup", "ceiling_gb_per_s", "sides"},
+    ),
     "step": (STEP, {"speedup_over_fsdp2", "speedup_over_ddp", "losses", "ceiling_gb_per_s"}),
     "host": ("--units 3 --rounds 2", {"least_ratio", "worlds"}),
 }

@@ -29,9 +29,20 @@ VARIANTS = (
     "pack-fp32-fp32-write",
     "pack-bf16-fp32-write",
     "pack-bf16-bf16-accumulate",
+    "reduce-fp32-fp32-2-norm",
+    "reduce-bf16-bf16-4-norm",
+    "reduce-bf16-fp32-4",
+    "reduce-bf16-bf16-8-accumulate",
+    "reduce_adam-fp32-None-2",
+    "reduce_adam-bf16-bf16-2",
+    "reduce_adam-fp32-bf16-8",
+    "reduce_adam-bf16-bf16-8-amsgrad",
+    "reduce_adam-fp32-bf16-32",
 )
 # With 64 registers a thread a multiprocessor holds 1024 threads: enough to hide memory latency.
-MAX_REGISTERS = {"adam": 64, "adam_coefs": 64, "norm": 64, "pack": 64}
+MAX_REGISTERS = {"adam": 64, "adam_coefs": 64, "norm": 64, "pack": 64, "reduce": 64}
+# The loads of eight ranks in flight at once; still 896 threads.
+MAX_REGISTERS["reduce_adam"] = 72
 _WIDE = re.compile(r"\.(v4\.[busf]32|v2\.[busf]64|v8\.[busf]16|b128)$")
 
 
@@ -66,11 +77,21 @@ def test_ptx(compiled: dict[tuple[str, int], dict[str, Any]], variant: str, arch
     assert not row["local"], row
     assert row["spill_bytes"] == 0, row
     assert row["registers"] <= MAX_REGISTERS[variant.split("-")[0]], row
-    if variant.startswith("adam-"):
+    if variant.startswith(("adam-", "reduce")):
         # Bitwise equality with the reference rests on these.
         assert row["contracted"] == 0, row
         assert row["approximate"] == 0, row
-        assert row["types"]["scale"] == "fp64", row
+        assert row["types"].get("scale", "fp64") == "fp64", row
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["fp32-fp32-2", "bf16-bf16-4"])
+def test_the_norm_of_a_sum_adds_in_the_order_of_norm(
+    compiled: dict[tuple[str, int], dict[str, Any]], dtype: str, arch: int
+) -> None:
+    fused = compiled[f"reduce-{dtype}-norm", arch]["summed_layouts"]
+    assert len(fused) == 5  # block and rest, of squares and of a count; squares again in float64
+    assert fused == compiled[f"norm-{dtype[:4]}", arch]["summed_layouts"]
 
 
 def test_every_variant_is_looked_at(compiled: dict[tuple[str, int], dict[str, Any]]) -> None:
