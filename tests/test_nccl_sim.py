@@ -31,6 +31,10 @@ def test_a_training_loop_gets_the_oracles_numbers_and_needs_every_wait() -> None
     run("test_training")
 
 
+def test_failures_end_the_communicator_with_their_whole_text() -> None:
+    run("test_errors")
+
+
 # -- the module -----------------------------------------------------------------------------------
 
 

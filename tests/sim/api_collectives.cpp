@@ -65,19 +65,25 @@ const char* what_is_wrong(Comm& comm, const Operation& o, cudaStream_t stream) {
   return apart || in_place ? nullptr : "source and target overlap, but not in place";
 }
 
+// An error within a group is the group's too.
+ncclResult_t spoil(ncclResult_t code) {
+  if (group.depth > 0) group.error = code;
+  return code;
+}
+
 ncclResult_t collective(ncclComm_t handle, const Operation& operation, cudaStream_t stream) {
   const char* call = to_string(operation.kind);
   const auto comm = Process::get().find(handle);
-  if (comm == nullptr) return group.error = bad_comm(call);
+  if (comm == nullptr) return spoil(bad_comm(call));
   const Comm::Use use(*comm, call);
   const auto hit = fault(call);
-  if (hit && hit->code != ncclInProgress) return group.error = static_cast<ncclResult_t>(hit->code);
+  if (hit && hit->code != ncclInProgress) return spoil(static_cast<ncclResult_t>(hit->code));
   if (const ncclResult_t state = comm->state(); state != ncclSuccess && state != ncclInProgress)
-    return group.error = refuse(state, comm->last_error());
+    return spoil(refuse(state, comm->last_error()));
   if (operation.count == 0) return ncclSuccess;
   if (const char* wrong = what_is_wrong(*comm, operation, stream)) {
     Control::get().violation(std::string(call) + ": got " + wrong);
-    return group.error = refuse(ncclInvalidArgument, std::string(call) + ": got " + wrong);
+    return spoil(refuse(ncclInvalidArgument, std::string(call) + ": got " + wrong));
   }
   if (group.depth > 0) {
     for (Part& part : group.parts)

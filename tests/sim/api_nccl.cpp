@@ -53,6 +53,16 @@ const char* get_last_error(ncclComm_t handle) {
   return text.c_str();
 }
 
+std::string describe(const ncclConfig_t& config, int rank, int world) {
+  const auto text = [](int value) {
+    return value == NCCL_CONFIG_UNDEF_INT ? std::string("default") : std::to_string(value);
+  };
+  return std::string(config.commName == nullptr ? "" : config.commName) + " " +
+         std::to_string(rank) + "/" + std::to_string(world) + ": blocking " +
+         text(config.blocking) + ", CTAs " + text(config.minCTAs) + " to " + text(config.maxCTAs) +
+         ", policy " + text(config.CTAPolicy) + ", share " + text(config.splitShare);
+}
+
 ncclResult_t comm_init(ncclComm_t* handle, int world, ncclUniqueId id, int rank,
                        ncclConfig_t* config) {
   *handle = nullptr;
@@ -66,6 +76,7 @@ ncclResult_t comm_init(ncclComm_t* handle, int world, ncclUniqueId id, int rank,
     return refuse(ncclInvalidArgument, "minCTAs is greater than maxCTAs");
   if (world < 1 || world > kMaxWorld || rank < 0 || rank >= world)
     return refuse(ncclInvalidArgument, "rank is not in the world");
+  Control::get().add_config(describe(*config, rank, world));
   std::shared_ptr<Comm> comm;
   try {
     comm = std::make_shared<Comm>(Process::get().device(), id.internal, world, rank, *config);

@@ -87,6 +87,9 @@ void bind_extra(py::module_& m) {
   m.def(
       "waits", [] { return Control::get().waits(Process::current_device()); },
       "How often cudaStreamWaitEvent was called since the last drop_wait.");
+  m.def(
+      "configs", [] { return Control::get().configs(); },
+      "How each communicator was asked for, in words.");
   m.def("violations", [] { return Control::get().violations(); });
   m.def("live", &live, "What was made and not destroyed.");
   m.def("reset", [] { Control::get().reset(); });

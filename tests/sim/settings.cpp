@@ -77,6 +77,16 @@ int Control::waits(int device) const {
   return at < waits_.size() ? waits_[at] : 0;
 }
 
+void Control::add_config(const std::string& text) {
+  const std::lock_guard lock(mutex_);
+  configs_.push_back(text);
+}
+
+std::vector<std::string> Control::configs() const {
+  const std::lock_guard lock(mutex_);
+  return configs_;
+}
+
 void Control::violation(const std::string& text) {
   const std::lock_guard lock(mutex_);
   violations_.push_back(text);
@@ -99,6 +109,7 @@ void Control::reset() {
   entries_.clear();
   waits_.clear();
   drop_ = 0;
+  configs_.clear();
   violations_.clear();
 }
 

@@ -80,6 +80,10 @@ class Control {
   bool dropped(int device);  // counts the call
   int waits(int device) const;
 
+  // How each communicator was asked for, in words.
+  void add_config(const std::string& text);
+  std::vector<std::string> configs() const;
+
   // What the code under test did that NCCL or CUDA forbid.
   void violation(const std::string& text);
   std::vector<std::string> violations() const;
@@ -94,7 +98,7 @@ class Control {
   std::vector<Entry> entries_;
   std::vector<int> waits_;  // by device
   int drop_ = 0;
-  std::vector<std::string> violations_;
+  std::vector<std::string> configs_, violations_;
 };
 
 }  // namespace fk::sim
