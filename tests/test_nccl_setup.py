@@ -446,6 +446,7 @@ def _ends(rank: int, world: int) -> None:
     del comm
     gc.collect()
     assert dropped.closed_in == here
+    assert made.closed_in == here
 
     comm, forked = alone()
     child = os.fork()
