@@ -47,7 +47,7 @@ def note(
         writes: What it writes. Memory that is allocated or let go counts as written.
         place: The stream, where it is not the current one: memory goes back where it came from.
     """
-    if trace.recording():
+    if trace.recorders:
         name = trace.label(verb, bucket.unit.name, bucket.index)
         stream = bucket.resources.streams.name(place)
         trace.access(name, stream, _names(bucket, reads), _names(bucket, writes))
@@ -55,25 +55,23 @@ def note(
 
 def announce(bucket: Bucket, label: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
     """Say what the collective that is issued next with a label reads and writes."""
-    if trace.recording():
+    if trace.recorders:
         trace.announce(label, _names(bucket, reads), _names(bucket, writes))
 
 
 def note_arrival(bucket: Bucket, index: int) -> None:
-    """Note that autograd has left a gradient in a leaf."""
-    if trace.recording():
-        stream = bucket.resources.streams.name()
-        _arrivals.setdefault(bucket, {})[index] = stream
-        name = trace.label("arrive", bucket.unit.name, bucket.index)
-        trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
+    """Note that autograd has left a gradient in a leaf, while somebody records."""
+    stream = bucket.resources.streams.name()
+    _arrivals.setdefault(bucket, {})[index] = stream
+    name = trace.label("arrive", bucket.unit.name, bucket.index)
+    trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
 
 
 def note_leaf_grads_gone(bucket: Bucket) -> None:
     """Note that the memory of the leaves' gradients goes back to the streams it came from."""
-    if trace.recording():
-        name = trace.label("let go", bucket.unit.name, bucket.index)
-        for index, stream in _arrivals.pop(bucket, {}).items():
-            trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
+    name = trace.label("let go", bucket.unit.name, bucket.index)
+    for index, stream in _arrivals.pop(bucket, {}).items():
+        trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
 
 
 def _names(bucket: Bucket, kinds: tuple[str, ...]) -> tuple[str, ...]:

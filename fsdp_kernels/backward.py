@@ -107,7 +107,8 @@ class Backward:
         """Note that autograd has left a parameter's gradient in its leaf."""
         self._begin()
         unit, grads = bucket.unit, bucket.grads
-        grads.users.add(bucket.resources.streams)
+        if not bucket.resources.streams.single:
+            grads.users.add(bucket.resources.streams)
         if not grads.arrived[index]:  # a re-entrant checkpoint may bring a second part
             grads.arrived[index] = True
             unit.arrived += 1

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp_kernels import trace
 from fsdp_kernels.accesses import FULL_PARAMS, SHARD_MASTER, SHARD_PARAMS, announce, note
 from fsdp_kernels.comm.base import Comm, Ticket
 from fsdp_kernels.flat_shard import FlatShard, Geometry
@@ -241,9 +242,10 @@ class Bucket:
     def use(self) -> None:
         """Make the full parameters, which some stream has waited for, readable on this one too."""
         streams = self.resources.streams
-        if self.users.add(streams):
+        if not streams.single and self.users.add(streams):
             self.users.join(streams)
-        note(self, "use", FULL_PARAMS)
+        if trace.recorders:
+            note(self, "use", FULL_PARAMS)
 
     def show(self) -> None:
         """Let the modules' attributes be the full parameters."""
@@ -270,8 +272,9 @@ class Bucket:
             self.hide()
             for leaf, view in zip(self.leaves, self._freed_views, strict=True):
                 leaf.data = view
-        self.users.join(self.resources.streams)
-        self.users.places.clear()
+        if self.users.places:
+            self.users.join(self.resources.streams)
+            self.users.places.clear()
         emit("free", self.unit.name, self.index)
         note(self, "free", FULL_PARAMS)
         slot, self.slot, self.full_params = self.slot, None, None

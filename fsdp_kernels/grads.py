@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdp_kernels import ops
+from fsdp_kernels import ops, trace
 from fsdp_kernels.accesses import (
     FULL_GRADS,
     LEAF_GRADS,
@@ -108,11 +108,14 @@ class BucketGrads:
             self.slot = bucket.resources.grads.take(bucket.label, numel * dtype.itemsize)
             streams.wait("compute", self.slot.freed)
             self.full_grads = self.slot.view(numel, dtype)
-        self.users.join(streams)
+        if not streams.single:
+            self.users.join(streams)
         note(bucket, "pack", LEAF_GRADS, FULL_GRADS)
         ops.pack(grads, self.starts, self.full_grads, accumulate=accumulate)
-        self.users.release(streams)  # before the leaves' memory goes back to where it came from
-        note_leaf_grads_gone(bucket)
+        if not streams.single:
+            self.users.release(streams)  # before the leaves' memory goes back where it came from
+        if trace.recorders:
+            note_leaf_grads_gone(bucket)
         for i, grad in enumerate(grads):
             if grad is not None:
                 leaves[i].grad = None

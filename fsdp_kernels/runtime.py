@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_kernels import accesses, saved_tensors
+from fsdp_kernels import accesses, saved_tensors, trace
 from fsdp_kernels.backward import Backward
 from fsdp_kernels.bucket import Bucket, Resources
 from fsdp_kernels.comm.base import Comm
@@ -265,7 +265,8 @@ class Runtime:
     @staticmethod
     def note_arrival(bucket: Bucket, index: int) -> None:
         """Note that autograd has left a parameter's gradient in its leaf."""
-        accesses.note_arrival(bucket, index)
+        if trace.recorders:
+            accesses.note_arrival(bucket, index)
         bucket.unit.runtime.backward.arrived(bucket, index)
 
     def recover(self) -> None:

@@ -35,7 +35,13 @@ class Place(Protocol):
 
 
 class Streams(Protocol):
-    """Records events on the current stream and makes streams wait for them."""
+    """Records events on the current stream and makes streams wait for them.
+
+    Attributes:
+        single: Whether there is never more than one compute stream: what orders several is skipped.
+    """
+
+    single: bool
 
     def here(self) -> Place | None:
         """Return the current stream, for memory that is allocated now."""
@@ -73,6 +79,8 @@ class Users:
 
     def add(self, streams: Streams) -> bool:
         """Note that the current stream uses the memory; whether others did before it."""
+        if streams.single:
+            return False
         here = streams.here()
         if here is None or here in self.places:
             return False
@@ -93,6 +101,8 @@ class Users:
 
 class HostStreams:
     """Streams where the host's own order is the only order."""
+
+    single = True
 
     def here(self) -> Place | None:
         """Nothing to tell apart."""
@@ -138,6 +148,8 @@ class CudaStreams:
         current: Returns the current stream's handle; None asks `cuda` for the stream itself, which
             takes longer.
     """
+
+    single = False
 
     def __init__(
         self,

@@ -120,8 +120,8 @@ class Schedule(list[ScheduleEvent]):
 
 
 # Replaced as a whole, never changed in place: `emit` reads it without a lock, from whichever thread
-# runs the hooks (backward has its own on CUDA).
-_recorders: tuple[Schedule, ...] = ()
+# runs the hooks (backward has its own on CUDA). Public, since to look at it costs no call.
+recorders: tuple[Schedule, ...] = ()
 _lock = threading.Lock()
 
 
@@ -134,27 +134,27 @@ def record_schedule() -> Iterator[Schedule]:
     Yields:
         The schedule, a list that grows as events happen and stays valid afterwards.
     """
-    global _recorders
+    global recorders
     schedule = Schedule()
     with _lock:
-        if not _recorders:
+        if not recorders:
             _compute_streams.clear()
             _announced.clear()
             _results.clear()
-        _recorders = (*_recorders, schedule)
+        recorders = (*recorders, schedule)
     try:
         yield schedule
     finally:
         with _lock:
             # By identity: two recorders of the same events are equal lists.
-            _recorders = tuple(other for other in _recorders if other is not schedule)
+            recorders = tuple(other for other in recorders if other is not schedule)
 
 
 def emit(verb: str, unit: str, bucket: int | None = None) -> None:
     """Append an event to every open recorder; does nothing, quickly, when there is none."""
-    if _recorders:
+    if recorders:
         event = ScheduleEvent(verb, unit, bucket)
-        for schedule in _recorders:
+        for schedule in recorders:
             schedule.append(event)
 
 
@@ -168,7 +168,7 @@ _own_events = itertools.count(1)
 
 def recording() -> bool:
     """Whether anybody records; ask before making the names of buffers, which costs more."""
-    return bool(_recorders)
+    return bool(recorders)
 
 
 def compute_stream(handle: int) -> str:
@@ -207,7 +207,7 @@ def waited(stream: str, event: int) -> None:
 
 def announce(label: str, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()) -> None:
     """Say what the next collective with a label reads and writes: its backend sees only tensors."""
-    if _recorders:
+    if recorders:
         _announced[label] = (reads, writes)
 
 
@@ -260,7 +260,7 @@ def _operands(one: Issued, compute: str) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def _log(entry: Entry) -> None:
-    for schedule in _recorders:
+    for schedule in recorders:
         schedule.log.append(entry)
 
 
