@@ -55,8 +55,10 @@ class Step:
     @property
     def compute(self) -> int:
         """The compute stream."""
-        (stream,) = {i.stream for i in self.intervals if i.label == MARKER}
-        return stream
+        streams = {i.stream for i in self.intervals if i.label == MARKER}
+        seen = len(self.intervals)
+        assert len(streams) == 1, f"the marker ran on streams {streams}; {seen} intervals in all"
+        return streams.pop()
 
     def moves(self, verb: str) -> list[Interval]:
         """List what the collectives of a verb did, apart from what prepares them."""

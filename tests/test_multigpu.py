@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import comm_contract
 import device_cases as cases
 import pytest
 import torch
@@ -15,7 +16,6 @@ from device_profile import Step, check_order, check_overlap, check_streams, prof
 from harness import run_ranks, run_ranks_outcomes
 
 from fsdp_kernels import _ext
-from fsdp_kernels.comm import Comm
 
 pytestmark = pytest.mark.multigpu
 DEVICES = Where()
@@ -34,17 +34,13 @@ def _built() -> None:
 
 
 class TestContract(CommContract):
-    device = "cuda"
-
-    @staticmethod
-    def make_comm(rank: int, world: int) -> Comm:
-        return DEVICES.comm(rank, world)
+    device = DEVICES.device
 
     def run(self, world: int, check: Callable[..., Any], *args: Any) -> list[Any]:
         if world > torch.cuda.device_count():
-            found = torch.cuda.device_count()
-            pytest.skip(f"needs {world} CUDA device(s), found {found}")
-        return run_ranks(in_contract, world, check, self.device, *args, fresh=True)
+            pytest.skip(f"needs {world} CUDA devices, found {torch.cuda.device_count()}")
+        what = DEVICES.comm, check, self.device
+        return run_ranks(comm_contract._with_comm, world, *what, *args, fresh=True)
 
     def test_a_dead_rank_is_an_error_on_the_others(self) -> None:  # type: ignore[override]
         limited = Where(options={"timeout_s": 4.0})
@@ -57,14 +53,6 @@ class TestContract(CommContract):
             message = outcomes[rank].value
             assert message is not None, outcomes[rank].traceback
             assert f"to complete on all {world} ranks (nccl), got on rank {rank}" in message
-
-
-def in_contract(rank: int, world: int, check: Callable[..., Any], *args: Any) -> Any:
-    """Run one check of the contract as a rank."""
-    comm = DEVICES.comm(rank, world)
-    result = check(comm, *args)
-    comm.close()
-    return result
 
 
 @pytest.mark.parametrize("name", cases.SCENARIOS)
