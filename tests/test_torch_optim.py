@@ -133,6 +133,23 @@ def test_an_optimizer_built_before_sharding_or_after_a_forward() -> None:
     run_ranks(built_late, 2)
 
 
+def cleared(rank: int, world: int) -> None:
+    """Clearing every gradient forgets the bucket's, in whatever order they are looked at."""
+    model = build(Net)
+    by_block(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mse(model, Turn(rank, world, 0, torch.float32))
+    optimizer.step()
+    buckets = [bucket for unit in model.units for bucket in unit.buckets]
+    assert all(bucket.shard_grads is not None for bucket in buckets)
+    optimizer.zero_grad()  # looks at each gradient before it sets it to None
+    assert all(bucket.shard_grads is None for bucket in buckets)
+
+
+def test_clearing_every_gradient_forgets_the_buckets() -> None:
+    run_ranks(cleared, 2)
+
+
 class CountingComm(ProcessGroupComm):
     """Remembers the labels of its all-reduces."""
 
