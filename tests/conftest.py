@@ -19,6 +19,7 @@ torch.set_num_threads(1)
 
 # So that a failed assert of the kernel contract shows its values too.
 pytest.register_assert_rewrite("kernel_adam_cases", "kernel_move_cases", "kernel_problems")
+pytest.register_assert_rewrite("kernel_reduce_cases", "kernel_reduce_adam_cases")
 
 # Triton reads this when the module of a kernel is imported. Without a device its kernels run in
 # the interpreter, on CPU tensors; `test_triton_aot.py` compiles them in a process of its own.
