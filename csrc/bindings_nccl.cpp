@@ -70,7 +70,8 @@ void bind_library(py::module_& m) {
 
 void bind_ticket(py::module_& m) {
   using nccl::Ticket;
-  py::class_<Ticket, std::shared_ptr<Ticket>>(m, "Ticket")
+  // Local, here and below: `_nccl_sim` has the same types, and may live in the same process.
+  py::class_<Ticket, std::shared_ptr<Ticket>>(m, "Ticket", py::module_local())
       .def(
           "wait", [](const Ticket& self, Address on) { self.wait(stream(on)); }, "stream"_a,
           Unlocked(), "Let the stream wait; raise if the communicator has failed.")
@@ -85,7 +86,7 @@ void bind_ticket(py::module_& m) {
 
 void bind_buffer(py::module_& m) {
   using nccl::Buffer;
-  py::class_<Buffer, std::shared_ptr<Buffer>>(m, "Buffer")
+  py::class_<Buffer, std::shared_ptr<Buffer>>(m, "Buffer", py::module_local())
       .def_property_readonly("ptr", [](const Buffer& self) { return address(self.data()); })
       .def_property_readonly("nbytes", &Buffer::nbytes)
       .def_property_readonly("registration",
@@ -140,7 +141,7 @@ void bind_collectives(py::class_<nccl::Communicator, std::shared_ptr<nccl::Commu
 
 void bind_communicator(py::module_& m) {
   using nccl::Communicator;
-  py::class_<Communicator, std::shared_ptr<Communicator>> c(m, "Communicator");
+  py::class_<Communicator, std::shared_ptr<Communicator>> c(m, "Communicator", py::module_local());
   c.def(py::init([](int rank, int world, const py::bytes& unique_id, int device,
                     const std::string& name, double timeout_s, double init_timeout_s, bool blocking,
                     int min_ctas, int max_ctas, int cta_policy, const std::string& registration) {

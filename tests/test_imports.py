@@ -46,6 +46,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.comm._arena",
         "fsdp_kernels.comm._arena_setup",
         "fsdp_kernels.comm._nccl_setup",
+        "fsdp_kernels.comm._nccl_ticket",
         "fsdp_kernels.comm.base",
         "fsdp_kernels.comm.nccl",
         "fsdp_kernels.comm.peer",
@@ -130,7 +131,12 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.comm.process_group",
         "fsdp_kernels.comm.shared_memory",
     ),
-    "fsdp_kernels.comm.nccl": ("fsdp_kernels.comm._nccl_setup", "fsdp_kernels.comm.base"),
+    "fsdp_kernels.comm._nccl_ticket": ("fsdp_kernels.comm.base",),
+    "fsdp_kernels.comm.nccl": (
+        "fsdp_kernels.comm._nccl_setup",
+        "fsdp_kernels.comm._nccl_ticket",
+        "fsdp_kernels.comm.base",
+    ),
     "fsdp_kernels.comm.peer": ("fsdp_kernels.comm.base",),
     "fsdp_kernels.comm.pick": (
         "fsdp_kernels.comm.base",

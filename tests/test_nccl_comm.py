@@ -469,3 +469,12 @@ def _forgotten(rank: int, world: int) -> dict[str, int]:
 def test_a_communicator_that_nobody_closed_leaves_nothing() -> None:
     nothing = dict.fromkeys(("streams", "events", "comms", "memory", "registrations"), 0)
     assert run_ranks(_forgotten, 2) == [nothing] * 2
+
+
+def test_the_simulation_and_the_real_module_may_share_a_process() -> None:
+    real = _ext.nccl()
+    if real is None:
+        pytest.skip("the NCCL module is not built")
+    assert real.Communicator is not nccl_sim.load().Communicator
+    assert len(real.unique_id()) == 128
+    run_ranks(_unwaited, 2)

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
 from fsdp_kernels.comm._nccl_setup import REGISTRATIONS, Meeting, NcclOptions
+from fsdp_kernels.comm._nccl_ticket import NcclTicket
 from fsdp_kernels.comm.base import (
     ReduceName,
     Ticket,
@@ -144,10 +145,7 @@ class NcclComm:
     def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
         """Return memory that NCCL has registered, where it can; see `Comm`."""
         native = self._open("allocate", device)
-        try:
-            buffer = native.allocate(nbytes, collective) if nbytes and self._allocates else None
-        except RuntimeError as error:
-            raise self.failed("allocate", "allocate", error) from error
+        buffer = native.allocate(nbytes, collective) if nbytes and self._allocates else None
         self._log_messages()
         if buffer is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -179,11 +177,10 @@ class NcclComm:
         stream = self.current_stream()
         try:
             native.end_group(stream)
-        except RuntimeError as error:
+        except RuntimeError:
             for ticket in tickets:
                 ticket.cancel()
-            label = tickets[0].label if tickets else "grouped"
-            raise self.failed("a group of collectives", label, error) from error
+            raise
         if trace.recording():
             self._log_issued(stream, tickets)
 
@@ -327,55 +324,12 @@ class NcclComm:
     def failed(self, operation: str, label: str, error: RuntimeError) -> RuntimeError:
         """The error to raise: the module's own, or this call's where an earlier one had failed."""
         text = str(error)
-        if text.startswith(f"{label}: "):
+        if text != self.failure or text.startswith(f"{label}: "):
             return RuntimeError(text)
         return RuntimeError(
             f"{label}: expected {operation} to complete on all {self.world} ranks (nccl), got on "
             f"rank {self.rank} an earlier failure: {text}"
         )
-
-
-class NcclTicket(Ticket):
-    """A collective that was issued to NCCL, or collected in a group.
-
-    Attributes:
-        native: The module's ticket, until the wait.
-    """
-
-    __slots__ = ("_cancelled", "_comm", "_operation", "_tensors", "native")
-
-    def __init__(
-        self, comm: NcclComm, operation: str, native: Any, tensors: tuple[torch.Tensor, ...]
-    ) -> None:
-        super().__init__(native.label)
-        self._comm = comm
-        self._operation = operation
-        self._tensors = tensors
-        self.native = native
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Note that the group failed: waiting raises, and to drop the ticket is no mistake."""
-        self._cancelled = True
-
-    def _finish(self) -> None:
-        comm, native = self._comm, self.native
-        try:
-            stream = comm.current_stream()
-            native.wait(stream)
-            if trace.recording() and native.event_id:
-                trace.waited(trace.compute_stream(stream), native.event_id)
-        except RuntimeError as error:
-            raise comm.failed(self._operation, self.label, error) from error
-        finally:
-            self.native, self._tensors = None, ()
-
-    def __del__(self) -> None:
-        if getattr(self, "_pending", False) and not self._cancelled:
-            # Its memory may be allocated again at once, and would be written under the collective.
-            with suppress(Exception):
-                self._finish()
-            super().__del__()
 
 
 def _end(native: Any, pid: int) -> None:
