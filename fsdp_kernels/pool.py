@@ -193,17 +193,20 @@ class Pool:
         self._streams.wait_at(slot.home, slot.freed)
         self._note("let go", slot)
 
-    def _note(self, verb: str, slot: Slot) -> None:
+    def _note(self, verb: str, slot: Slot, place: Place | None = None) -> None:
         if recording():
-            access(f"fk.{verb}[{slot.name}]", self._streams.name(slot.home), writes=(slot.name,))
+            stream = self._streams.name(place or slot.home)
+            access(f"fk.{verb}[{slot.name}]", stream, writes=(slot.name,))
 
     def _fitting(self, nbytes: int) -> int:
         return bisect_left(self._free, nbytes, key=_nbytes)
 
     def _add_free(self, slot: Slot) -> None:
         if _POISON:
+            self._streams.wait("compute", slot.freed)
             slot.buffer.fill_(0xFF)  # NaN in every float format
-            self._note("poison", slot)
+            self._note("poison", slot, self._streams.here())
+            slot.freed = self._streams.record()
         # First of its size: what was used last, and may still be in a cache, is taken first.
         insort_left(self._free, slot, key=_nbytes)
 

@@ -18,6 +18,7 @@ from streamed_comm import Cuda, StreamedComm
 from streamed_nccl import by_stream, called, noted
 
 import fsdp_kernels
+from fsdp_kernels import pool
 from fsdp_kernels.comm.process_group import ProcessGroupComm
 from fsdp_kernels.streams import CudaStreams, Users
 from fsdp_kernels.trace import Access, record_schedule
@@ -122,6 +123,17 @@ TWO_RANKS = [
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_nothing_races_on_two_ranks(name: str) -> None:
     assert run_ranks(raced, 2, name) == [[], []]
+
+
+def poisoned(rank: int, world: int, name: str) -> list[str]:
+    pool._POISON = True
+    return raced(rank, world, name)
+
+
+@pytest.mark.parametrize("begin", ["plain, prefetch 1", "two streams at once, uneven", "failed"])
+def test_nothing_races_where_freed_memory_is_poisoned(begin: str) -> None:
+    name = next(name for name in SCENARIOS if name.startswith(begin))
+    assert run_ranks(poisoned, 1, name) == [[]]
 
 
 # -- mutations ------------------------------------------------------------------------------------
