@@ -11,6 +11,11 @@ cudaError_t bad_handle(const char* call) {
   return cudaErrorInvalidResourceHandle;
 }
 
+Device& device_of(cudaStream_t stream) {
+  if (stream == nullptr) return Process::get().device();
+  return *reinterpret_cast<Stream*>(stream)->device;
+}
+
 void log(const char* call, cudaStream_t stream, const Mark& mark) {
   Entry entry{call, Process::current_device(), reinterpret_cast<uintptr_t>(stream)};
   entry.recording = mark == nullptr ? 0 : mark->number;
@@ -90,7 +95,7 @@ cudaError_t stream_wait_event(cudaStream_t stream, cudaEvent_t event, unsigned) 
   const Mark mark = found->last;  // the event may be recorded again while the host waits
   log("cudaStreamWaitEvent", stream, mark);
   if (Control::get().dropped(Process::current_device())) return cudaSuccess;
-  process.device().wait(reinterpret_cast<Stream*>(stream), mark);
+  device_of(stream).wait(reinterpret_cast<Stream*>(stream), mark);
   return cudaSuccess;
 }
 
@@ -113,7 +118,7 @@ cudaError_t event_record(cudaEvent_t event, cudaStream_t stream) {
   Process& process = Process::get();
   Event* found = process.find(event);
   if (found == nullptr) return bad_handle("cudaEventRecord");
-  found->last = process.device().record(reinterpret_cast<Stream*>(stream));
+  found->last = device_of(stream).record(reinterpret_cast<Stream*>(stream));
   log("cudaEventRecord", stream, found->last);
   return cudaSuccess;
 }
@@ -123,7 +128,8 @@ cudaError_t event_query(cudaEvent_t event) {
   Process& process = Process::get();
   const Event* found = process.find(event);
   if (found == nullptr) return bad_handle("cudaEventQuery");
-  return process.device().query(found->last) ? cudaSuccess : cudaErrorNotReady;
+  const Mark mark = found->last;  // of whatever device
+  return mark == nullptr || mark->device->query(mark) ? cudaSuccess : cudaErrorNotReady;
 }
 
 }  // namespace

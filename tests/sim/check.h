@@ -71,6 +71,8 @@ struct Case {
   std::function<void()> run;
 };
 
+#define CASE(name) {#name, name}
+
 // A case leaves nothing alive, and has not done what NCCL forbids.
 inline int run_cases(const std::vector<Case>& cases, int count, char** names) {
   int failures = 0, ran = 0;

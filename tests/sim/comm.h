@@ -71,7 +71,7 @@ class Comm {
   ncclResult_t state();
   // How often ncclCommGetAsyncError will say that a call is in progress which is not.
   void answer_in_progress(int polls) { polls_ = polls; }
-  bool in_progress() const { return polls_ > 0; }
+  bool in_progress() const { return polls_ > 0 && !aborted_; }
   bool count_poll() { return polls_ > 0 && polls_-- > 0; }
   void fail(ncclResult_t code, const std::string& text);
   std::string last_error() const;

@@ -51,7 +51,7 @@ size_t Device::streams() {
 }
 
 Mark Device::record(Stream* stream) {
-  auto mark = std::make_shared<Recording>(Recording{++recordings, stream});
+  auto mark = std::make_shared<Recording>(Recording{++recordings, this, stream});
   const std::lock_guard lock(mutex_);
   if (stream == nullptr)
     mark->done = true;
@@ -62,7 +62,8 @@ Mark Device::record(Stream* stream) {
 
 void Device::wait(Stream* stream, const Mark& mark) {
   if (mark == nullptr) return;  // never recorded: nothing to wait for
-  if (stream == nullptr) return synchronize(mark);
+  if (stream == nullptr) return mark->device->synchronize(mark);
+  if (mark->device != this) return Control::get().violation("a stream waits for another device");
   const std::lock_guard lock(mutex_);
   enqueue(stream, Wait{mark});
 }
@@ -112,7 +113,7 @@ void Device::synchronize() {
     const std::lock_guard lock(mutex_);
     for (const auto& stream : streams_) {
       if (stream->items.empty()) continue;
-      ends.push_back(std::make_shared<Recording>(Recording{0, stream.get()}));
+      ends.push_back(std::make_shared<Recording>(Recording{0, this, stream.get()}));
       stream->items.push_back(Record{ends.back()});
     }
   }

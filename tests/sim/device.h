@@ -28,7 +28,8 @@ struct Stream;
 // event's last when it was told to wait.
 struct Recording {
   uint64_t number;  // of its process, from 1
-  Stream* stream;   // while it is not done: where it is queued
+  Device* device;
+  Stream* stream;  // while it is not done: where it is queued
   bool done = false;
   int polls = 0;
 };

@@ -295,19 +295,18 @@ void abort_sets_free_who_waits() {
 int main(int count, char** names) {
   return run_cases(
       {
-          {"a_rank_is_killed", a_rank_is_killed},  // forks: before there are threads
-          {"nccl_fails_at_the_launch", nccl_fails_at_the_launch},
-          {"nccl_fails_at_the_end_of_a_group", nccl_fails_at_the_end_of_a_group},
-          {"nccl_fails_within_a_group", nccl_fails_within_a_group},
-          {"nccl_fails_later_and_a_call_finds_it", nccl_fails_later_and_a_call_finds_it},
-          {"nccl_fails_later_and_the_watchdog_finds_it",
-           nccl_fails_later_and_the_watchdog_finds_it},
-          {"a_rank_never_comes", a_rank_never_comes},
-          {"nobody_waits_for_a_collective_that_hangs", nobody_waits_for_a_collective_that_hangs},
-          {"a_rank_is_late_but_comes", a_rank_is_late_but_comes},
-          {"ranks_fall_out_of_step", ranks_fall_out_of_step},
-          {"cuda_fails", cuda_fails},
-          {"abort_sets_free_who_waits", abort_sets_free_who_waits},
+          CASE(a_rank_is_killed),  // forks: before there are threads
+          CASE(nccl_fails_at_the_launch),
+          CASE(nccl_fails_at_the_end_of_a_group),
+          CASE(nccl_fails_within_a_group),
+          CASE(nccl_fails_later_and_a_call_finds_it),
+          CASE(nccl_fails_later_and_the_watchdog_finds_it),
+          CASE(a_rank_never_comes),
+          CASE(nobody_waits_for_a_collective_that_hangs),
+          CASE(a_rank_is_late_but_comes),
+          CASE(ranks_fall_out_of_step),
+          CASE(cuda_fails),
+          CASE(abort_sets_free_who_waits),
       },
       count - 1, names + 1);
 }

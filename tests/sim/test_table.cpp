@@ -327,15 +327,9 @@ void what_nccl_forbids_is_noticed() {
 
 int main(int count, char** names) {
   return run_cases(
-      {{"ranks_are_processes", ranks_are_processes},
-       {"a_dead_process_holds_nobody", a_dead_process_holds_nobody},
-       {"ranks_are_threads", ranks_are_threads},
-       {"reductions_round_once", reductions_round_once},
-       {"a_missing_wait_is_seen", a_missing_wait_is_seen},
-       {"work_is_done_for_peers", work_is_done_for_peers},
-       {"polling_an_event_makes_it_happen", polling_an_event_makes_it_happen},
-       {"different_collectives_are_an_error_on_both", different_collectives_are_an_error_on_both},
-       {"an_abort_lets_go", an_abort_lets_go},
-       {"what_nccl_forbids_is_noticed", what_nccl_forbids_is_noticed}},
+      {CASE(ranks_are_processes), CASE(a_dead_process_holds_nobody), CASE(ranks_are_threads),
+       CASE(reductions_round_once), CASE(a_missing_wait_is_seen), CASE(work_is_done_for_peers),
+       CASE(polling_an_event_makes_it_happen), CASE(different_collectives_are_an_error_on_both),
+       CASE(an_abort_lets_go), CASE(what_nccl_forbids_is_noticed)},
       count - 1, names + 1);
 }

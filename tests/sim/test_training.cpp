@@ -111,7 +111,6 @@ void every_wait_is_needed() {
 }  // namespace
 
 int main(int count, char** names) {
-  return run_cases({{"results_are_the_oracles", results_are_the_oracles},
-                    {"every_wait_is_needed", every_wait_is_needed}},
-                   count - 1, names + 1);
+  return run_cases({CASE(results_are_the_oracles), CASE(every_wait_is_needed)}, count - 1,
+                   names + 1);
 }
