@@ -19,7 +19,7 @@ from parts import ROOT, Part, Report, Result, Tests, run_all
 
 LIMIT_S = 470
 BUILD = ("setup.py", "build_ext", "--inplace")
-TRITON = ("-m", "gpu", "tests/test_device_kernels.py")
+TRITON = ("-m", "gpu", "tests/test_device_kernels.py", "tests/test_reduce_adam.py")
 CUDA = ("-m", "gpu", "tests/test_cuda_kernels.py")
 SANITIZED = ("bench/gpu_small.py", "--device", "cuda")
 # Every tensor in an allocation of its own: past its end lies nothing that may be touched.

@@ -345,7 +345,7 @@ def test_every_gpu_test_belongs_to_a_part(gpu_check: ModuleType) -> None:
         if re.search(r"pytest\.mark\.gpu\b", file.read_text())
     ]
     assert marked
-    assert set(marked) <= named
+    assert set(marked) <= named, "name the file in a part of bench/gpu_check.py"
     for name in named:
         assert (ROOT / name).is_file(), name
 
