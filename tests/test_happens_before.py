@@ -13,7 +13,8 @@ import pytest
 import streamed_nccl
 from happens_before import Analysis, Site, SitedLog, analyse, races
 from harness import run_ranks
-from stream_scenarios import SCENARIOS, Stage
+from stream_scenarios import SCENARIOS
+from stream_stage import Stage
 from streamed_comm import Cuda, StreamedComm
 from streamed_nccl import by_stream, called, noted
 
