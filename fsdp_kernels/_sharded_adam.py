@@ -26,7 +26,7 @@ from fsdp_kernels._adam_state import FlatState
 from fsdp_kernels.accesses import SHARD_GRADS, note
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
-from fsdp_kernels.trace import label
+from fsdp_kernels.trace import label, span
 from triton_ops._common import COEF_COLUMNS, AdamShard
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -248,7 +248,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
             factor = scale.reshape(1).reciprocal()
         if self.max_grad_norm is None:
             return factor
-        norm = self._sum_of_squares(plan, active).sqrt_() * factor
+        with span("norm", ""):
+            norm = self._sum_of_squares(plan, active).sqrt_() * factor
         self._norm = norm
         return factor * (self.max_grad_norm / (norm + _CLIP_EPS)).clamp_(max=1.0)
 
@@ -295,7 +296,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
                     maximize=launch.maximize,
                 )
 
-            self._state_of(b).step(b, adam)
+            with span("step", b.bucket.unit.name, b.bucket.index):
+                self._state_of(b).step(b, adam)
 
     def _skip(self, plan: Plan) -> Tensor | None:
         """Return GradScaler's non-finite flag as float [1]; it is the same on every rank."""

@@ -29,7 +29,7 @@ from fsdp_kernels.grads import BucketGrads
 from fsdp_kernels.layout import BucketLayout
 from fsdp_kernels.pool import Pool, Slot
 from fsdp_kernels.streams import Streams, Users
-from fsdp_kernels.trace import emit, label
+from fsdp_kernels.trace import emit, label, span
 
 if TYPE_CHECKING:
     from fsdp_kernels.runtime import Runtime
@@ -224,9 +224,10 @@ class Bucket:
         emit("gather", self.unit.name, self.index)
         announce(self, name, SHARD_PARAMS, FULL_PARAMS)
         self._gathered_version = self.version
-        self._ticket = self.resources.comm.all_gather(
-            self.full_params, self.shard_params, label=name
-        )
+        with span("gather", self.unit.name, self.index):
+            self._ticket = self.resources.comm.all_gather(
+                self.full_params, self.shard_params, label=name
+            )
 
     def wait(self) -> None:
         """Make the current stream wait for the gather; show the modules the full parameters."""

@@ -30,7 +30,7 @@ from fsdp_kernels.comm.base import Ticket
 from fsdp_kernels.flat_shard import HINT, FlatShard
 from fsdp_kernels.pool import Slot
 from fsdp_kernels.streams import Place, Users
-from fsdp_kernels.trace import emit, label
+from fsdp_kernels.trace import emit, label, span
 
 if TYPE_CHECKING:
     from fsdp_kernels.bucket import Bucket
@@ -111,7 +111,8 @@ class BucketGrads:
         if not streams.single:
             self.users.join(streams)
         note(bucket, "pack", LEAF_GRADS, FULL_GRADS)
-        ops.pack(grads, self.starts, self.full_grads, accumulate=accumulate)
+        with span("pack", bucket.unit.name, bucket.index):
+            ops.pack(grads, self.starts, self.full_grads, accumulate=accumulate)
         if not streams.single:
             self.users.release(streams)  # before the leaves' memory goes back where it came from
         if trace.recorders:
@@ -149,7 +150,8 @@ class BucketGrads:
         emit("reduce", bucket.unit.name, bucket.index)
         name = label("reduce", bucket.unit.name, bucket.index)
         announce(bucket, name, FULL_GRADS, REDUCED)
-        self._ticket = bucket.comm.reduce_scatter(self.target, self.full_grads, label=name)
+        with span("reduce", bucket.unit.name, bucket.index):
+            self._ticket = bucket.comm.reduce_scatter(self.target, self.full_grads, label=name)
 
     def leave_over(self) -> None:
         """Note that a backward ended that did not reduce this bucket."""

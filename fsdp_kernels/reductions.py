@@ -24,7 +24,7 @@ import torch
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.schedule import Order
-from fsdp_kernels.trace import label
+from fsdp_kernels.trace import label, span
 from fsdp_kernels.unit import Unit
 
 _HASH = 1 << 20  # sums of its squares stay exact in float64
@@ -208,7 +208,8 @@ class Reductions:
         words = torch.tensor(
             [*bits, *late, *arrivals, *same, *(-number for number in same)], dtype=torch.float64
         )
-        words = self._comm.agree(words, label=label("agree", "used parameters"))
+        with span("agree", "used parameters"):
+            words = self._comm.agree(words, label=label("agree", "used parameters"))
         used = words[: len(bits)] > 0
         self.agreed |= used.to(self.agreed.device, non_blocking=True)
         for bucket, agreed in zip(self._buckets, torch.split(used, self._bits()), strict=True):

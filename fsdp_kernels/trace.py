@@ -267,11 +267,11 @@ def _log(entry: Entry) -> None:
 _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
-def span(label: str) -> AbstractContextManager[object]:
+def span(verb: str, unit: str, bucket: int | None = None) -> AbstractContextManager[object]:
     """Return a profiler range while a profiler (or `emit_nvtx`) is active, else a shared null one.
 
     A `record_function` costs microseconds even when nobody listens, which small units would notice.
     """
     if _profiler._is_profiler_enabled:
-        return _profiler.record_function(label)
+        return _profiler.record_function(label(verb, unit, bucket))
     return _NO_SPAN

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torch import nn
 
 from fsdp_kernels.bucket import Bucket
+from fsdp_kernels.trace import span
 
 if TYPE_CHECKING:
     from fsdp_kernels.runtime import Runtime
@@ -150,8 +151,9 @@ class Unit:
         self._move(State.FULL)
         if self.buckets:
             self.runtime.emit("wait", self)
-        for bucket in self.buckets:
-            bucket.wait()
+            with span("wait", self.name):
+                for bucket in self.buckets:
+                    bucket.wait()
         if self.rnns:
             self.sync_rnns()
 
@@ -254,8 +256,9 @@ class Unit:
     def finish_reduce(self) -> None:
         """Wait for the reductions; the shards' gradients are then accumulated."""
         self._reducing = False
-        for bucket in self.buckets:
-            bucket.grads.finish()
+        with span("wait", self.name):
+            for bucket in self.buckets:
+                bucket.grads.finish()
 
     def discard_reduce(self) -> None:
         """Wait for the reductions of a backward that failed; drop their results."""

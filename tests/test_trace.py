@@ -9,9 +9,11 @@ from timeit import timeit
 
 import pytest
 import torch
+from harness import run_ranks
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_kernels import trace
+from fsdp_kernels import ShardedAdamW, fully_shard, trace
 from fsdp_kernels.trace import (
     Access,
     Issued,
@@ -87,13 +89,14 @@ def test_events_of_other_threads_are_recorded() -> None:
 
 def test_a_span_is_null_without_a_profiler_and_a_range_with_one() -> None:
     name = label("gather", "layers.3", 0)
-    assert span(name) is span("other"), "a new object for nobody"
-    with span(name):
+    where = "gather", "layers.3", 0
+    assert span(*where) is span("free", "other"), "a new object for nobody"
+    with span(*where):
         pass
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, span(name):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, span(*where):
         torch.ones(2).add(1)
     assert name in {event.key for event in profiler.key_averages()}
-    assert span(name) is span("other")
+    assert span(*where) is span("free", "other")
 
 
 def test_the_log_has_what_was_queued_on_which_stream() -> None:
@@ -192,3 +195,24 @@ def test_recording_to_nobody_is_cheap(call: Callable[[], object]) -> None:
     """Compared with a call that does nothing, as a ratio: clocks of shared machines lie."""
     baseline = min(timeit(lambda: nothing("gather", "a", 0), number=2000) for _ in range(7))
     assert min(timeit(call, number=2000) for _ in range(7)) < 3 * baseline
+
+
+def profiled_step(rank: int, world: int) -> set[str]:
+    """Return the ranges that a profile of one training step shows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    fully_shard(model, units=nn.Linear)
+    optimizer = ShardedAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(torch.ones(3, 8)).sum().backward()
+        optimizer.step()
+    return {event.key for event in profiler.key_averages() if event.key.startswith("fk.")}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_profile_of_a_step_shows_the_labels(world: int) -> None:
+    expected = {"fk.norm[root]", "fk.agree[used parameters]"}
+    for unit in ("0", "1"):
+        expected.add(f"fk.wait[{unit}]")
+        expected |= {f"fk.{verb}[{unit}/0]" for verb in ("gather", "pack", "reduce", "step")}
+    assert all(found == expected for found in run_ranks(profiled_step, world))
