@@ -3,6 +3,8 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "nccl/poll.h"
@@ -180,10 +182,33 @@ void Channel::abort() noexcept {
   if (comm != nullptr) context_->api.ncclCommAbort(comm);
 }
 
+ncclResult_t Channel::begin_finalize(double limit_s) noexcept {
+  const auto call = [this] {
+    return locked([&](ncclComm_t comm) { return context_->api.ncclCommFinalize(comm); });
+  };
+  if (!config_.blocking) return call();
+  // It returns when all ranks have called it, or when it is aborted: not on this thread.
+  std::atomic<ncclResult_t> result{ncclInProgress};
+  std::thread caller;
+  try {
+    caller = std::thread([&] { result = call(); });
+  } catch (const std::system_error&) {
+    abort();  // this process can have no more threads
+    return ncclInProgress;
+  }
+  const Stopwatch watch;
+  for (Backoff backoff; result == ncclInProgress; backoff.pause()) {
+    if (context_->failure.is_set() || watch.seconds() > limit_s) break;
+  }
+  if (result == ncclInProgress) abort();
+  caller.join();
+  return result;
+}
+
 std::optional<std::string> Channel::finalize(double limit_s) noexcept {
   if (!is_open()) return std::nullopt;
   const Api& api = context_->api;
-  const ncclResult_t result = locked([&](ncclComm_t comm) { return api.ncclCommFinalize(comm); });
+  const ncclResult_t result = begin_finalize(limit_s);
   if (const auto problem = settle(result, limit_s)) {
     abort();
     return cat(where(), ": expected all ranks to close it, got on rank ", context_->rank, ": ",

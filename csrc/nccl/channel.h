@@ -71,6 +71,7 @@ class Channel {
   // limit has passed, or somebody aborted.
   ncclResult_t poll(ncclResult_t result, double limit_s);
   std::string explain(ncclResult_t result);
+  ncclResult_t begin_finalize(double limit_s) noexcept;
   // The same in words; nothing if it went well.
   std::optional<std::string> settle(ncclResult_t result, double limit_s);
   ncclResult_t state_of(ncclComm_t comm);

@@ -14,7 +14,7 @@ struct Options {
   std::string name = "nccl";  // in messages, and in NCCL's own log
   double timeout_s = 600;     // from the issue of a collective to its completion
   double init_timeout_s = 600;
-  bool blocking = false;  // NCCL's calls then return when they like: no limit holds in them
+  bool blocking = false;           // no limit then holds for joining, and abort is less safe
   int min_ctas = 0, max_ctas = 0;  // 0: NCCL's default
   int cta_policy = -1;             // NCCL_CTA_POLICY_*; -1: NCCL's default
   Registration registration = Registration::kLocal;

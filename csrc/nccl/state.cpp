@@ -118,13 +118,19 @@ void Communicator::State::issue_on(size_t channel, const std::vector<const Opera
   const Stopwatch since;
   check(context->api, context->api.cudaStreamWaitEvent(stream, started->handle, 0), label,
         "a stream to wait for an event", "Read the first CUDA error of this process.");
+  // A blocking launch may hang in NCCL; what else it polls, it limits itself.
+  if (options.blocking) watchdog.watch(channel, {label, operation, nullptr, since});
   const std::optional<std::string> problem = channels[channel]->launch(operations);
   if (problem) fail(context->failed(label, operation, *problem));
   // Also of a launch that failed half-way: whoever waits then reuses no memory that it still uses.
   const EventPtr done = events->record(stream, label);
   for (const Operation* one : operations) one->ticket->issued(started, done, stream);
   context->failure.raise_if_set();
-  watchdog.watch(channel, {label, operation, done, since});
+  if (options.blocking) {
+    watchdog.launched(channel, done);
+  } else {
+    watchdog.watch(channel, {label, operation, done, since});
+  }
 }
 
 void Communicator::State::drop_group() noexcept {

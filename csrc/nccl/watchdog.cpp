@@ -50,6 +50,12 @@ void Watchdog::watch(size_t channel, InFlight one) {
   if (worth_waking) wake_.notify_all();
 }
 
+void Watchdog::launched(size_t channel, const EventPtr& done) {
+  const std::lock_guard lock(mutex_);
+  auto& in_flight = lanes_[channel].in_flight;
+  if (!in_flight.empty()) in_flight.back().done = done;
+}
+
 std::optional<InFlight> Watchdog::oldest(size_t channel) const {
   const std::lock_guard lock(mutex_);
   const auto& in_flight = lanes_[channel].in_flight;
@@ -86,8 +92,9 @@ bool Watchdog::look() {
 
 bool Watchdog::look_at(size_t channel) {
   while (const std::optional<InFlight> front = oldest(channel)) {
-    const cudaError_t state = context_->api.cudaEventQuery(front->done->handle);
     const auto& [label, operation, done, since] = *front;
+    const cudaError_t state =
+        done == nullptr ? cudaErrorNotReady : context_->api.cudaEventQuery(done->handle);
     if (state == cudaErrorNotReady) {
       const double elapsed = since.seconds();
       // An error first: it explains better than the time does.

@@ -21,7 +21,7 @@ namespace fk::nccl {
 // A collective, or a group of them, on its way.
 struct InFlight {
   std::string label, operation;
-  EventPtr done;
+  EventPtr done;    // null: NCCL has not returned from the launch
   Stopwatch since;  // its issue
 };
 
@@ -40,6 +40,8 @@ class Watchdog {
   void stop();
 
   void watch(size_t channel, InFlight one);
+  // The launch that is watched last on this channel has an end now.
+  void launched(size_t channel, const EventPtr& done);
 
   // The oldest collective of a channel that is not known to be through.
   std::optional<InFlight> oldest(size_t channel) const;
