@@ -58,6 +58,7 @@ lint: $(BUILT)
 # In a short form; the rows that the README quotes come from the benches' own defaults.
 bench: $(BUILT)
 	$(BIN)/python bench/adam.py --rounds 7
+	$(BIN)/python bench/reduce_adam.py --rounds 7
 	$(BIN)/python bench/step.py --rounds 11
 	$(BIN)/python bench/step.py --rounds 11 --dtype bf16
 	$(BIN)/python bench/host.py --rounds 15

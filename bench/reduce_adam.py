@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collective-fused optimizer tail: ours against a plain copy and against torch's operators.
 
-The gradients of several ranks lie in memory that this process can read, as they do over shared
-memory on one host. Ours sums them, takes an Adam step and publishes the new parameters, in one
-pass; with clipping in two, the sum with its norm first. torch does it as sum, norm, scale, fused
-AdamW, cast. The ceiling is a copy of as many bytes as ours must at least read and write.
+The gradients of several ranks, and the copies of the parameters, lie in shared memory (CPU). Ours
+sums them, takes an Adam step and publishes the new parameters in one pass; with clipping in two,
+the sum with its norm first. torch does it as sum, norm, scale, fused AdamW, cast. The ceiling is a
+copy of as many bytes as ours must at least read and write.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class Problem:
     clip: float | None
 
 
+def shared(tensor: Tensor) -> Tensor:
+    """Move a CPU tensor to memory that processes share; its pages are others than malloc's."""
+    return tensor if tensor.is_cuda else tensor.share_memory_()
+
+
 class Ours:
     """The kernels of a step over shared memory."""
 
@@ -47,7 +52,9 @@ class Ours:
         self.table = FragmentTable.build([(0, numel, 0)])
         self.master = problem.master.clone()
         low = problem.peers[0].dtype
-        self.copies = [torch.empty(numel, dtype=low, device=device) for _ in range(problem.copies)]
+        self.copies = [
+            shared(torch.empty(numel, dtype=low, device=device)) for _ in range(problem.copies)
+        ]
         self.sum = None if self.clip is None else torch.empty_like(self.master)
         moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.shard = AdamShard(self.sum, self.master, *moments, params=self.copies[0])
@@ -149,7 +156,8 @@ def main() -> None:
     found = rows.describe()
 
     dtype = DTYPES[args.dtype]
-    peers = [torch.randn(args.numel, device=args.device).to(dtype) for _ in range(args.world)]
+    draws = (torch.randn(args.numel, device=args.device) for _ in range(args.world))
+    peers = [shared(values.to(dtype)) for values in draws]
     master = torch.randn(args.numel, device=args.device)
     problem = Problem(peers, master, args.copies, args.clip or None)
     cost = minimal_bytes(problem)

@@ -267,7 +267,7 @@ def resources(ptx: str, arch: int) -> str:
 def describe(variant: Variant, arch: int) -> dict[str, object]:
     """Compile one variant for one architecture and count what it does to memory."""
     compiled = compile_for(variant, arch)
-    ptx, types = str(compiled.asm["ptx"]), compiled.src.signature
+    ptx, ttgir, types = compiled.asm["ptx"], compiled.asm["ttgir"], compiled.src.signature
     accesses = Counter(re.findall(r"\b((?:ld|st)\.(?:global|local)[.\w]*)", ptx))
     report = resources(ptx, arch)
     registers = re.search(r"Used (\d+) registers", report)
@@ -281,7 +281,8 @@ def describe(variant: Variant, arch: int) -> dict[str, object]:
         "expected_loads": variant.vector_accesses(variant.loads),
         "expected_stores": variant.vector_accesses(variant.stores),
         "streams": len(variant.loads) + len(variant.stores),
-        "summed_layouts": summed_layouts(str(compiled.asm["ttgir"])),
+        "summed_layouts": summed_layouts(ttgir),
+        "barriers": len(re.findall(r"\b(?:ttg\.barrier|gpu\.barrier)\b", ttgir)),
         "local": ".local" in ptx,
         "contracted": len(re.findall(r"\bfma\.rn", ptx)),
         "approximate": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx)", ptx)),

@@ -6,7 +6,7 @@ As in `test_kernels.py`, Triton interprets or compiles once for the whole proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -105,6 +105,40 @@ class TestInterpreter(ReduceContract, ReduceAdamContract):
     def test_more_ranks_than_are_unrolled(self) -> None:
         self.check_reduce(TABLES["primes"], 19, FP32, FP32, False)
         self.check_steps(TABLES["primes"], 19, BF16, BF16, Mode(), n_publish=18)
+
+
+class Recorder:
+    """Stands in for a Triton kernel and keeps what it is launched with."""
+
+    def __init__(self) -> None:
+        self.launched: dict[str, object] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **options: self.launched.update(options)
+
+
+@pytest.mark.skipif(not interpreted(), reason="the interpreter takes CPU tensors")
+@pytest.mark.parametrize("unaligned", [None, "peer", "copy"])
+def test_wide_accesses_are_asked_for_only_at_aligned_addresses(
+    unaligned: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter reads any address; on a device a wide access at an odd one faults."""
+    table = TABLES["even"]
+    problem, numel = Problem.make(table), table.end + TAIL
+    peers = draw(2, numel, FP32, "cpu")
+    if unaligned == "peer":
+        peers[1] = draw(1, numel, FP32, "cpu", offset=1)[0]
+    copies = draw(1, numel, BF16, "cpu", offset=4 if unaligned == "copy" else 0)
+    summing, stepping = Recorder(), Recorder()
+    monkeypatch.setattr(reduce, "reduce_kernel", summing)
+    monkeypatch.setattr(reduce_adam, "reduce_adam_kernel", stepping)
+    reduce.reduce(peers, torch.empty(numel))
+    coefs = coefs_of(problem, Mode())
+    reduce_adam.reduce_adam(peers, problem.shard, table, coefs, problem.factor, publish=copies)
+    assert summing.launched["ALIGNED"] == (unaligned != "peer")
+    assert stepping.launched["ALIGNED"] == (unaligned is None)
+    assert summing.launched["ALIGN"] == 4
+    assert stepping.launched["ALIGN"] == 8
 
 
 @pytest.mark.gpu

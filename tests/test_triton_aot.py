@@ -89,7 +89,9 @@ def test_ptx(compiled: dict[tuple[str, int], dict[str, Any]], variant: str, arch
 def test_the_norm_of_a_sum_adds_in_the_order_of_norm(
     compiled: dict[tuple[str, int], dict[str, Any]], dtype: str, arch: int
 ) -> None:
-    fused = compiled[f"reduce-{dtype}-norm", arch]["summed_layouts"]
+    row = compiled[f"reduce-{dtype}-norm", arch]
+    assert row["barriers"] == 1  # between the sum's stores and the norm's loads
+    fused = row["summed_layouts"]
     assert len(fused) == 5  # block and rest, of squares and of a count; squares again in float64
     assert fused == compiled[f"norm-{dtype[:4]}", arch]["summed_layouts"]
 
