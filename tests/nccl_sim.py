@@ -28,9 +28,14 @@ PRECOMPILED = ROOT / "tests" / "sim" / "precompiled.h"
 PLACES = (ROOT / "csrc", ROOT / "tests")
 COMMON = ["-std=c++20", "-pthread", "-Wall", "-Wextra", "-Werror"]
 COMMON += ["-DFK_SIM", "-DFK_NCCL_MODULE=_nccl_sim"]
-# For the module and the programs alike, so that they share the objects.
+# For the module and the plain programs alike, so that they share the objects.
 PLAIN = ["-O1", "-g1", "-fPIC", "-fvisibility=hidden"]
-SANITIZED = ["-O1", "-g1"]
+# What each sanitizer adds everywhere, and to the code under test alone: UBSan triples the time to
+# compile.
+SANITIZERS = {
+    "thread": (["-fsanitize=thread"], []),
+    "address": (["-fsanitize=address"], ["-fsanitize=undefined", "-fno-sanitize-recover=all"]),
+}
 # The programs' own sources, and the one that only the module has.
 _MAINS = "test_*.cpp"
 _BINDINGS = "bind.cpp"
@@ -47,23 +52,27 @@ def load() -> ModuleType:
 
 
 def build_module() -> Path:
-    sources = [*_shared_sources(), ROOT / "csrc" / "bindings_nccl.cpp", ROOT / "tests/sim/bind.cpp"]
-    return build("_nccl_sim.so", sources, PLAIN, ["-shared"])
+    sources = [*_simulation(), *_communicator(), ROOT / "csrc" / "bindings_nccl.cpp"]
+    objects = _compile([*sources, ROOT / "tests" / "sim" / _BINDINGS], PLAIN)
+    return _link("_nccl_sim.so", objects, ["-shared"])
 
 
-def build_program(main: str, flags: Sequence[str] = ()) -> Path:
-    """Build a program of tests/sim with the simulation, for example with a sanitizer's flags."""
-    name = "-".join([main, *(flag.strip("-").replace("=", "-") for flag in flags)])
-    sources = [*_shared_sources(), ROOT / "tests" / "sim" / f"{main}.cpp"]
-    return build(name, sources, [*(PLAIN if not flags else SANITIZED), *flags], list(flags))
+def build_program(main: str, sanitizer: str | None = None) -> Path:
+    """Build a program of tests/sim: the simulation, the communicator and the program's own file."""
+    ours = [*_simulation(), ROOT / "tests" / "sim" / f"{main}.cpp"]
+    if sanitizer is None:
+        return _link(main, _compile([*ours, *_communicator()], PLAIN), [])
+    flags, theirs = SANITIZERS[sanitizer]
+    objects = _compile(ours, ["-O1", "-g1", *flags])
+    objects += _compile(_communicator(), ["-O1", "-g1", *flags, *theirs])
+    return _link(f"{main}_{sanitizer}", objects, [*flags, *theirs])
 
 
-def build(name: str, sources: Sequence[Path], flags: Sequence[str], link: Sequence[str]) -> Path:
-    """Compile and link, unless the same was built before; objects are shared where they can be."""
+def _compile(sources: Sequence[Path], flags: Sequence[str]) -> list[Path]:
+    """Compile what is not there yet; an object's name has the digest of all that it depends on."""
     places = [*_headers(), pybind11.get_include(), sysconfig.get_paths()["include"]]
     includes = [*(f"-I{p}" for p in PLACES), *(f"-isystem{p}" for p in places)]
-    compiler = os.environ.get("CXX", "g++")
-    command = [compiler, *COMMON, *flags, *includes]
+    command = [_compiler(), *COMMON, *flags, *includes]
     # Never written: the compiler takes the compiled one beside it.
     digest = _digest([PRECOMPILED], command)
     header = BUILT / f"precompiled-{digest}.h"
@@ -71,24 +80,30 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str], link: Sequen
         source: BUILT / f"{source.stem}-{_digest(_with_headers(source), [digest])}.o"
         for source in sources
     }
-    names = sorted(path.name for path in objects.values())
-    output = BUILT / f"{Path(name).stem}-{_digest([], [*names, *link])}{Path(name).suffix}"
-    if output.exists():
-        return output
-    BUILT.mkdir(parents=True, exist_ok=True)
-    # A lock for each file: several builds, of several processes, share most of them.
-    _once(Path(f"{header}.gch"), [*command, "-x", "c++-header", str(PRECOMPILED)])
-    command += ["-include", str(header)]
-    with ThreadPoolExecutor(2) as pool:
-        made = pool.map(
-            lambda item: _once(item[1], [*command, "-c", str(item[0])]), objects.items()
-        )
-        list(made)
-    _once(output, [compiler, "-pthread", *link, *map(str, objects.values()), "-lrt"])
+    missing = {source: made for source, made in objects.items() if not made.exists()}
+    if missing:
+        BUILT.mkdir(parents=True, exist_ok=True)
+        _once(Path(f"{header}.gch"), [*command, "-x", "c++-header", str(PRECOMPILED)])
+        command += ["-include", str(header), "-c"]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda item: _once(item[1], [*command, str(item[0])]), missing.items()))
+    return list(objects.values())
+
+
+def _link(name: str, objects: Sequence[Path], flags: Sequence[str]) -> Path:
+    path = Path(name)
+    digest = _digest([], [*sorted(made.name for made in objects), *flags])
+    output = BUILT / f"{path.stem}-{digest}{path.suffix}"
+    _once(output, [_compiler(), "-pthread", *flags, *map(str, objects), "-lrt"])
     return output
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
 def _once(output: Path, command: Sequence[str]) -> None:
+    """Make a file, unless it is there; of several processes that want it, one does."""
     with open(output.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if output.exists():
@@ -102,14 +117,14 @@ def _once(output: Path, command: Sequence[str]) -> None:
         part.rename(output)
 
 
-def _shared_sources() -> list[Path]:
-    ours = [path for path in _tree("*.cpp", ROOT / "tests" / "sim") if not path.match(_MAINS)]
-    theirs = [path for path in _tree("*.cpp", ROOT / "csrc" / "nccl") if path.name != "api.cpp"]
-    return [path for path in [*ours, *theirs] if path.name != _BINDINGS]
+def _simulation() -> list[Path]:
+    found = sorted((ROOT / "tests" / "sim").glob("*.cpp"))
+    return [path for path in found if path.name != _BINDINGS and not path.match(_MAINS)]
 
 
-def _tree(pattern: str, place: Path) -> list[Path]:
-    return sorted(place.glob(pattern))
+def _communicator() -> list[Path]:
+    """The code under test: all of csrc/nccl but the table of the real calls."""
+    return [path for path in sorted((ROOT / "csrc/nccl").glob("*.cpp")) if path.name != "api.cpp"]
 
 
 def _with_headers(source: Path) -> list[Path]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
 
 import nccl_sim
 import pytest
@@ -14,12 +13,13 @@ from harness import run_ranks
 SIM = nccl_sim.load()
 
 
-def run(program: str, cases: Sequence[str] = (), flags: Sequence[str] = ()) -> None:
-    """Run cases of a program, which prints what failed."""
-    path = nccl_sim.build_program(program, flags)
-    ran = subprocess.run(
-        [str(path), *cases], capture_output=True, text=True, timeout=120, check=False
-    )
+PROGRAMS = ("test_table", "test_training", "test_errors", "test_lifetime")
+
+
+def run(program: str, sanitizer: str | None = None) -> None:
+    """Run all cases of a program, which prints what failed."""
+    path = nccl_sim.build_program(program, sanitizer)
+    ran = subprocess.run([str(path)], capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr[-8000:]
 
 
@@ -33,6 +33,17 @@ def test_a_training_loop_gets_the_oracles_numbers_and_needs_every_wait() -> None
 
 def test_failures_end_the_communicator_with_their_whole_text() -> None:
     run("test_errors")
+
+
+def test_beginning_and_end_of_a_communicator() -> None:
+    run("test_lifetime")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("sanitizer", list(nccl_sim.SANITIZERS))
+def test_sanitizers_find_nothing(program: str, sanitizer: str) -> None:
+    run(program, sanitizer)
 
 
 # -- the module -----------------------------------------------------------------------------------
