@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <optional>
 
 #include "sim/process.h"
 #include "sim/settings.h"
@@ -103,5 +104,12 @@ void bind_extra(py::module_& m) {
         });
       },
       "stream"_a, "to"_a, "from"_a, "nbytes"_a, Free(), "Enqueue a kernel that copies bytes.");
-  m.def("synchronize", [] { Process::get().device().synchronize(); }, Free());
+  m.def(
+      "synchronize",
+      [](std::optional<uintptr_t> stream) {
+        Device& device = Process::get().device();
+        if (!stream) return device.synchronize();
+        device.synchronize(device.record(reinterpret_cast<Stream*>(*stream)));
+      },
+      "stream"_a = py::none(), Free(), "Let the host wait for a stream, or for all of the device.");
 }

@@ -2,6 +2,9 @@
 // What the programs of this directory share: checks that throw, ranks as threads, cases by name.
 #pragma once
 
+#include <signal.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -73,15 +76,27 @@ struct Case {
 
 #define CASE(name) {#name, name}
 
+// A case that hangs ends the program, with its name.
+inline std::string running;
+inline void give_up(int) {
+  const std::string text = "FAILED " + running + ": hangs\n";
+  const ssize_t written = write(STDOUT_FILENO, text.data(), text.size());
+  _exit(written > 0 ? 1 : 2);
+}
+constexpr unsigned kPatience = 60;  // seconds, of a case
+
 // A case leaves nothing alive, and has not done what NCCL forbids.
 inline int run_cases(const std::vector<Case>& cases, int count, char** names) {
   int failures = 0, ran = 0;
+  signal(SIGALRM, give_up);
   for (const Case& each : cases) {
     bool chosen = count == 0;
     for (int i = 0; i < count; ++i) chosen |= std::strcmp(names[i], each.name) == 0;
     if (!chosen) continue;
     ++ran;
     Control::get().reset();
+    running = each.name;
+    alarm(kPatience);
     try {
       each.run();
       for (const std::string& text : Control::get().violations()) fail(each.name, 0, text);
