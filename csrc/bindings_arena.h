@@ -87,6 +87,7 @@ inline void bind_segment(py::module_& m) {
       .def_buffer([](Segment& self) { return bytes_of(self.data(), self.nbytes()); })
       .def_property_readonly("nbytes", &Segment::nbytes)
       .def("private_view", &Segment::private_view, py::arg("offset"), py::arg("nbytes"));
+  m.def("check_space", &check_space);
   m.def("unlink", &unlink);
   m.def("sweep", &sweep);
 }

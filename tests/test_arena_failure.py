@@ -35,31 +35,67 @@ def run(world: int, check: Callable[..., Any], *args: Any) -> list[Any]:
     return run_ranks(with_arena, world, check, *args)
 
 
-def check_time_limit(rank: int, world: int) -> str:
-    arena = Arena(timeout_s=0.3)
+def check_skipped(arena: Arena) -> str:
     unit, epochs = arena.param_epochs(), arena.epochs()
-    if rank == 0:
+    if arena.rank == 0:
         unit.gather(GATHER)
         with pytest.raises(RuntimeError) as caught:
             unit.wait_ready(GATHER)
     else:  # skips the unit
         with pytest.raises(RuntimeError) as caught:
-            epochs.wait(7, "fk.gather[layers.4/0]", "gather")
+            epochs.wait(7, "fk.gather[layers.4/0]", "all_gather")
     assert arena.failure is not None
     with pytest.raises(RuntimeError, match="failed first"):  # for good
-        epochs.wait(0, GATHER, "gather")
+        epochs.wait(0, GATHER, "all_gather")
     return str(caught.value)
 
 
-def test_a_rank_that_skips_a_unit_is_an_error_that_says_where_each_one_is() -> None:
-    texts = run_ranks(check_time_limit, 2)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_all_wait_for_one_another_are_told_where_each_one_is(world: int) -> None:
+    texts = run(world, check_skipped)  # the time limit is the harness's
     (first,) = [text for text in texts if "failed first" not in text]
-    (other,) = [text for text in texts if "failed first" in text]
-    assert ": expected gather to complete on all 2 ranks (shared_memory), got on rank" in first
-    assert "no word from rank" in first
-    assert "(time limit 0.3 s): it is at number 0 of" in first
-    assert "and waits in gather of fk.gather[layers." in first
-    assert first in other
+    others = [text for text in texts if "failed first" in text]
+    assert f": expected all_gather to complete on all {world} ranks (shared_memory), got" in first
+    assert (
+        "every rank waits for another one: rank 0 in all_gather of fk.gather[layers.3/0], rank 1 "
+        "in all_gather of fk.gather[layers.4/0]"
+    ) in first
+    assert len(others) == world - 1
+    assert all(first in other for other in others)
+
+
+def check_time_limit(rank: int, world: int) -> str:
+    arena = Arena(timeout_s=0.3)
+    unit = arena.param_epochs()
+    if rank == 0:
+        unit.gather(GATHER)
+        with pytest.raises(RuntimeError) as caught:
+            unit.wait_ready(GATHER)
+        return str(caught.value)
+    while arena.failure is None:  # computes
+        threading.Event().wait(0.001)
+    return ""
+
+
+def test_a_late_rank_is_an_error_within_the_time_limit() -> None:
+    text = run_ranks(check_time_limit, 2)[0]
+    assert text.startswith(f"{GATHER}: expected all_gather to complete on all 2 ranks (shared_mem")
+    assert "no word from rank 1" in text
+    assert "(time limit 0.3 s): it is at number 0 of 1, and computes" in text
+
+
+def check_alternating(arena: Arena) -> None:
+    """Ranks that wait for one another in turn, each for long: nobody is stuck."""
+    epochs = arena.epochs()
+    for number in range(1, 13):
+        if number % arena.world == arena.rank:
+            threading.Event().wait(0.15)  # longer than a sleeper goes without a look
+        epochs.set(number)
+        epochs.wait(number, GATHER, "all_gather")
+
+
+def test_ranks_that_wait_in_turn_are_not_stuck() -> None:
+    run(2, check_alternating)
 
 
 def check_closed(arena: Arena) -> str:
@@ -78,7 +114,7 @@ def check_closed(arena: Arena) -> str:
 
 def test_a_rank_that_stops_early_is_an_error() -> None:
     text = run(2, check_closed)[0]
-    assert text.startswith(f"{GATHER}: expected gather to complete on all 2 ranks")
+    assert text.startswith(f"{GATHER}: expected all_gather to complete on all 2 ranks")
     assert "rank 1 has closed its communicator" in text
 
 
@@ -120,10 +156,10 @@ def check_signal(arena: Arena) -> None:
         before = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Interrupt):
-            epochs.wait(1, REDUCE, "reduce")
+            epochs.wait(1, REDUCE, "reduce_scatter")
         signal.signal(signal.SIGALRM, before)
     epochs.set(1)
-    epochs.wait(1, REDUCE, "reduce")
+    epochs.wait(1, REDUCE, "reduce_scatter")
     unit.wait_ready(GATHER)
     assert arena.failure is None
 

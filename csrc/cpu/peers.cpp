@@ -68,7 +68,9 @@ double seconds_since(Clock::time_point start) {
 
 struct alignas(kEpochBytes) Peers::Member {
   uint32_t closed;
-  SharedText<31> place;  // what the rank waits in; empty while it computes
+  uint32_t waits;  // counts the starts and the ends of waits that sleep: odd during one
+  uint32_t looks;  // counts how often such a wait has found that what it waits for has not come
+  SharedText<30> place;  // what the rank waits in; empty while it computes
 };
 
 struct alignas(kEpochBytes) Peers::Control {
@@ -129,18 +131,27 @@ void Peers::wait(const Epoch* epochs, uint32_t target, Operation operation) {
 
 void Peers::wait_slowly(Epoch* epochs, uint32_t target, Operation operation) {
   const Clock::time_point start = Clock::now();
-  auto& place = member(rank()).place;
-  place.write(std::string(operation.name) + " of " + std::string(operation.label));
-  struct Leave {
-    SharedText<31>& place;
-    ~Leave() { place.write({}); }
-  } const leave{place};
+  struct Stay {
+    Member& own;
+    Stay(Member& own, const std::string& place) : own(own) {
+      own.place.write(place);
+      std::atomic_ref(own.waits).fetch_add(1);
+    }
+    ~Stay() {
+      std::atomic_ref(own.waits).fetch_add(1);
+      own.place.write({});
+    }
+  } const stay(member(rank()), std::string(operation.name) + " of " + std::string(operation.label));
+  Standstill standstill;
   for (Epoch* epoch = epochs; epoch != epochs + world(); ++epoch) {
     for (int i = 0; i < kSpins && !epoch->has_reached(target); ++i) pause_briefly();
     for (;;) {
       const uint32_t seen = epoch->get();
       if (static_cast<int32_t>(seen - target) >= 0) break;
       look_around(epochs, target, operation, seconds_since(start));
+      if (is_standstill(standstill)) {
+        fail(operation, "every rank waits for another one:" + places());
+      }
       epoch->sleep(seen, kSliceMilliseconds);
     }
   }
@@ -171,6 +182,42 @@ void Peers::look_around(const Epoch* epochs, uint32_t target, Operation operatio
                           (place.empty() ? "computes" : "waits in " + place));
     }
   }
+}
+
+// Whether no rank will ever move. Called when what this rank waits for has not come.
+//
+// NOTE: a rank counts a look after it has looked. All ranks were in these waits when `looks` was
+// read at first; of two looks counted since, the second was made since; and all are in the same
+// waits still. So nobody has set a number in between, and everybody has seen that it is not enough.
+bool Peers::is_standstill(Standstill& since) {
+  std::atomic_ref(member(rank()).looks).fetch_add(1);
+  const auto read = [this](uint32_t Member::* counter) {
+    std::vector<uint32_t> found;
+    for (int peer = 0; peer < world(); ++peer) {
+      found.push_back(std::atomic_ref(member(peer).*counter).load());
+    }
+    return found;
+  };
+  const std::vector<uint32_t> looks = read(&Member::looks);
+  const std::vector<uint32_t> waits = read(&Member::waits);
+  if (waits == since.waits) {
+    bool all = true;
+    for (int peer = 0; peer < world(); ++peer) all &= looks[peer] - since.looks[peer] >= 2;
+    return all;
+  }
+  const bool everybody =
+      std::all_of(waits.begin(), waits.end(), [](uint32_t count) { return count % 2 != 0; });
+  since = everybody ? Standstill{waits, read(&Member::looks)} : Standstill{};
+  return false;
+}
+
+std::string Peers::places() const {
+  std::string text;
+  for (int peer = 0; peer < world(); ++peer) {
+    text += (peer == 0 ? " rank " : ", rank ") + std::to_string(peer) + " in " +
+            member(peer).place.read();
+  }
+  return text;
 }
 
 // -- failure --------------------------------------------------------------------------------------

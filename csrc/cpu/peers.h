@@ -82,11 +82,18 @@ class Peers {
  private:
   struct Control;
   struct Member;
+  // What a wait saw of all ranks when it found them all waiting; empty otherwise.
+  struct Standstill {
+    std::vector<uint32_t> waits;
+    std::vector<uint32_t> looks;
+  };
 
   Member& member(int rank) const;
   bool is_reached(const Epoch* epochs, uint32_t target) const;
   void wait_slowly(Epoch* epochs, uint32_t target, Operation operation);
   void look_around(const Epoch* epochs, uint32_t target, Operation operation, double waited_s);
+  bool is_standstill(Standstill& since);
+  std::string places() const;
   [[noreturn]] void fail(Operation operation, const std::string& what);
   void wake_all();
 

@@ -32,7 +32,7 @@ void ParamEpochs::gather(std::string_view label) {
 
 void ParamEpochs::wait_ready(std::string_view label) {
   if (!is_held()) refuse(label, "a gather to wait for, got none. Gather the unit first.");
-  peers_.wait(ready_, number_, {label, "gather"});
+  peers_.wait(ready_, number_, {label, "all_gather"});
 }
 
 void ParamEpochs::release() {
@@ -72,7 +72,7 @@ int GradEpochs::begin(std::string_view label) {
     refuse(label, "a slot that this rank has consumed, got all " + std::to_string(slots_) +
                       " in use. Finish an earlier reduction first.");
   }
-  peers_.wait(consumed_all_, begun_ + 1 - slots_, {label, "reduce"});
+  peers_.wait(consumed_all_, begun_ + 1 - slots_, {label, "reduce_scatter"});
   return slot_of(++begun_);
 }
 
@@ -83,7 +83,7 @@ void GradEpochs::post() {
 
 int GradEpochs::wait_posted(std::string_view label) {
   if (outstanding() == 0) refuse(label, "a reduction to wait for, got none. Post one first.");
-  peers_.wait(grads_, consumed_ + 1, {label, "reduce"});
+  peers_.wait(grads_, consumed_ + 1, {label, "reduce_scatter"});
   return slot_of(consumed_ + 1);
 }
 

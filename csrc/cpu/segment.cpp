@@ -45,6 +45,8 @@ std::string directory_of(const std::string& path) { return path.substr(0, path.r
                 "comm='process_group'.");
 }
 
+}  // namespace
+
 void check_space(const std::string& directory, size_t nbytes) {
   struct statvfs system{};
   if (statvfs(directory.c_str(), &system) != 0) fail(directory, "a file system", errno);
@@ -54,6 +56,8 @@ void check_space(const std::string& directory, size_t nbytes) {
     fail_for_space(directory, nbytes, ENOSPC);
   }
 }
+
+namespace {
 
 void reserve(int file, const std::string& directory, size_t nbytes) {
   // Not ftruncate: a page that the system cannot give would then kill whoever touches it.

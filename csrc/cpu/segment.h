@@ -65,6 +65,9 @@ class Segment {
   std::unique_ptr<Mapping> mapping_;
 };
 
+// Throws NoSpace if a directory's file system has less than `nbytes` left.
+void check_space(const std::string& directory, size_t nbytes);
+
 // Takes a segment's name away, if it has one. Mappings stay.
 void unlink(const std::string& path);
 

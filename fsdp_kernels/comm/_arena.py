@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,6 +69,28 @@ class PrivateView:
         if self._mapping is not None:
             self._mapping.revert()
 
+    def is_written(self) -> bool:
+        """Whether anything was written since `revert`.
+
+        Asks Linux which pages are copies, at a tenth of a nanosecond a byte at most: much less than
+        to revert at random and take every page anew. Without an answer, something was.
+        """
+        if self._mapping is None:
+            return False
+        page = mmap.PAGESIZE
+        first = self.tensor.data_ptr() // page
+        count = (self.tensor.data_ptr() + self.tensor.numel() - 1) // page + 1 - first
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+                found = bytearray(os.pread(pages.fileno(), 8 * count, 8 * first))
+        except OSError:
+            return True
+        if len(found) != 8 * count:
+            return True
+        # Bits 63 and 62: in memory, in swap; 61: a page of the file.
+        kinds = torch.frombuffer(found, dtype=torch.int64).bitwise_right_shift_(61).bitwise_and_(7)
+        return bool(((kinds != 0) & (kinds.bitwise_and(1) == 0)).any())
+
 
 class Arena:
     """Segments of shared memory, and the epochs by which ranks wait for one another.
@@ -108,18 +132,36 @@ class Arena:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, *, spare_nbytes: int = 0) -> None:
         """Make one segment for what is allocated next (collective).
 
         Without it, every allocation that does not fit makes a segment of its own. Each area takes
         its bytes up to a multiple of `ALIGNMENT`.
 
+        Args:
+            nbytes: Of the segment.
+            spare_nbytes: What must be there beside it, for later.
+
         Raises:
             ArenaUnavailable: There is too little shared memory; the message says how much is
                 needed and there.
         """
+        if spare_nbytes > 0:
+            check = self._module.check_space
+            error = _error(_attempt(check, PLACE, nbytes + spare_nbytes)) if self.rank == 0 else ""
+            _raise_first(self._share(error))
         if nbytes > 0:
             self._add_segment(nbytes, self._share)
+
+    def param_nbytes(self, nbytes: int) -> int:
+        """What a bucket of full parameters takes of the arena, epochs included."""
+        epochs: int = self._module.ParamEpochs.epochs(self.world) * ALIGNMENT
+        return _aligned(nbytes) + epochs
+
+    def grad_nbytes(self, nbytes: int, slots: int) -> int:
+        """What every rank's gradient buckets take of the arena, epochs included."""
+        epochs: int = self._module.GradEpochs.epochs(self.world) * ALIGNMENT
+        return self.world * slots * _aligned(nbytes) + epochs
 
     def allocate(self, nbytes: int) -> Area:
         """Return an area of zeros (collective if the last segment has too little left).
