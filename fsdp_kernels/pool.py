@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_kernels.streams import Event, Place, Streams
+from fsdp_kernels.streams import Place, Streams
 from fsdp_kernels.trace import access, recording
 
 _use_count = torch._C._storage_Use_Count
@@ -34,7 +34,7 @@ class Slot:
         nbytes: Its size.
         pointer: Its address.
         owner: Label of the bucket that holds it, or None while it is free.
-        freed: Event after which the next owner may write.
+        freed: The stream that used it last, after whose work the next owner may write.
         home: The stream that the memory was allocated on.
         name: What recorded schedules call it.
         own_holders: `holders()` when the present owner took it.
@@ -66,7 +66,7 @@ class Slot:
         self._count = partial(_use_count, storage._cdata)
         self.owner: str | None = None
         self.own_holders = 0
-        self.freed: Event | None = None
+        self.freed: Place | None = None
         self.views: dict[Any, list[Tensor]] = {}
         self._kept = 0
 
@@ -122,6 +122,8 @@ class Pool:
         name: What the slots hold.
         symmetric: Whether all ranks must use the same slot at the same time. A slot that is held
             on this rank is then an error, since another rank's would be reused.
+        abort: Ends the communicator, with a reason: after that error the ranks would wait for each
+            other in an allocation.
     """
 
     def __init__(
@@ -131,12 +133,14 @@ class Pool:
         name: str = "pool",
         *,
         symmetric: bool = False,
+        abort: Callable[[str], None] | None = None,
     ) -> None:
         self._allocate = allocate
         self._streams = streams
         self._name = name
         self._made = 0
         self._symmetric = symmetric
+        self._abort = abort
         self._free: list[Slot] = []  # smallest first
         self._used: list[Slot] = []
         self.allocated_bytes = 0
@@ -173,18 +177,21 @@ class Pool:
             )
         owner, slot.owner = slot.owner, None
         self._used.remove(slot)
-        slot.freed = self._streams.record()
+        slot.freed = self._streams.here()
         if slot.holders() <= slot.own_holders:
             self._add_free(slot)
             return
         if self._symmetric:
             self._drop(slot)
-            raise RuntimeError(
+            text = (
                 f"bucket '{owner}': expected nobody to hold its full parameters when they are "
                 "freed, got a view that is still alive (kept by a module, or saved by tensor hooks "
                 "inside the unit). Every rank must use the same memory here: keep a copy instead, "
                 "or use NcclOptions(registration='local')."
             )
+            if self._abort is not None:
+                self._abort(text)
+            raise RuntimeError(text)
         self._held.append(_Held(slot, owner))
 
     def _drop(self, slot: Slot) -> None:
@@ -206,7 +213,7 @@ class Pool:
             self._streams.wait("compute", slot.freed)
             slot.buffer.fill_(0xFF)  # NaN in every float format
             self._note("poison", slot, self._streams.here())
-            slot.freed = self._streams.record()
+            slot.freed = self._streams.here()
         # First of its size: what was used last, and may still be in a cache, is taken first.
         insort_left(self._free, slot, key=_nbytes)
 

@@ -61,7 +61,8 @@ class Runtime:
             return lambda nbytes: comm.allocate(nbytes, device, collective=collective)
 
         # Units are gathered in one order on every rank; gradients are packed as they come.
-        params = Pool(allocate(True), streams, "params", symmetric=comm.symmetric)
+        symmetric, abort = comm.symmetric, getattr(comm, "abort", None)
+        params = Pool(allocate(True), streams, "params", symmetric=symmetric, abort=abort)
         grads = Pool(allocate(False), streams, "grads")
         self.resources = Resources(comm, streams, params, grads)
         self.device = device

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one small interface to streams and events.
 
-The runtime names streams by role: `"compute"` is always torch's current stream and is never stored,
-`"gather"` and `"reduce"` are the ones that collectives run on. Events are named by the fact that
-they prove (`freed`). A collective waits by itself for what the current stream has when it is
-issued, and a ticket's wait makes the current stream wait for the collective; so events are needed
-only where memory passes between two compute streams, and cost nothing while there is one.
+The runtime names streams by role: `"compute"` is always torch's current stream, `"gather"` and
+`"reduce"` are the ones that collectives run on. A collective waits by itself for what the current
+stream has when it is issued, and a ticket's wait makes the current stream wait for the collective.
+So events are needed only where memory passes between two compute streams. What is kept of its last
+use is the stream (`freed`): if another one takes the memory, it waits for all that the first has
+queued by then. While there is one compute stream, there are no events.
 
 There may be several: autograd runs an operation's backward on the stream of its forward, and makes
 one stream wait for another only where a gradient passes between them. What those streams share
@@ -16,7 +17,6 @@ waited for on streams on which a unit is used or a gradient has come, so that or
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -26,16 +26,12 @@ from fsdp_kernels import trace
 Stream = Literal["compute", "gather", "reduce"]
 
 
-class Event(Protocol):
-    """A position in a stream."""
-
-
 class Place(Protocol):
-    """A stream that memory was allocated on, and must be freed on."""
+    """A stream that memory was allocated on, or used on last."""
 
 
 class Streams(Protocol):
-    """Records events on the current stream and makes streams wait for them.
+    """Makes streams wait for what others have queued.
 
     Attributes:
         single: Whether there is never more than one compute stream: what orders several is skipped.
@@ -44,25 +40,28 @@ class Streams(Protocol):
     single: bool
 
     def here(self) -> Place | None:
-        """Return the current stream, for memory that is allocated now."""
+        """Return the current stream, for memory that is allocated or let go now."""
 
     def name(self, place: Place | None = None) -> str:
         """Return how recorded schedules call the current stream, or that of an allocation."""
 
-    def record(self) -> Event | None:
-        """Mark the present position of the current stream."""
+    def wait(self, stream: Stream, place: Place | None) -> None:
+        """Let nothing issued from now on in a role start before what a stream has queued by now.
 
-    def wait(self, stream: Stream, event: Event | None) -> None:
-        """Let nothing issued from now on in a role start before an event; None costs nothing."""
+        Costs nothing if that is the current stream, for which a role's next work waits anyway.
+        """
 
-    def wait_at(self, place: Place | None, event: Event | None) -> None:
-        """Make the stream of an allocation wait for an event, before the memory is let go."""
+    def wait_at(self, place: Place | None, other: Place | None) -> None:
+        """Make the stream of an allocation wait for another one, before the memory is let go."""
 
     def follow(self, place: Place | None) -> None:
         """Make the current stream wait for what another one has queued by now."""
 
     def precede(self, place: Place | None) -> None:
         """Make another stream wait for what the current one has queued by now."""
+
+    def close(self) -> None:
+        """Forget the streams of roles, which are about to be destroyed."""
 
 
 class Users:
@@ -112,14 +111,10 @@ class HostStreams:
         """The one there is."""
         return "compute"
 
-    def record(self) -> Event | None:
-        """Nothing to mark: whatever the host issued before has been ordered."""
-        return None
-
-    def wait(self, stream: Stream, event: Event | None) -> None:
+    def wait(self, stream: Stream, place: Place | None) -> None:
         """Nothing to wait for."""
 
-    def wait_at(self, place: Place | None, event: Event | None) -> None:
+    def wait_at(self, place: Place | None, other: Place | None) -> None:
         """Nothing to wait for."""
 
     def follow(self, place: Place | None) -> None:
@@ -128,14 +123,8 @@ class HostStreams:
     def precede(self, place: Place | None) -> None:
         """Nothing waits."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """An event and the stream that it was recorded on; its number in recorded schedules."""
-
-    event: Any
-    stream: Any
-    number: int
+    def close(self) -> None:
+        """Nothing to forget."""
 
 
 class CudaStreams:
@@ -147,6 +136,7 @@ class CudaStreams:
         cuda: `torch.cuda`.
         current: Returns the current stream's handle; None asks `cuda` for the stream itself, which
             takes longer.
+        device: Whose streams; None is the current device.
     """
 
     single = False
@@ -157,20 +147,22 @@ class CudaStreams:
         reduce: Any = None,
         cuda: Any = torch.cuda,
         current: Callable[[], int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._own = {"gather": gather, "reduce": reduce}
         self._cuda = cuda
         self._current = current
+        self._device = device
         self._seen: dict[int, Any] = {}
 
     def here(self) -> Any:
         """Return the current stream."""
         if self._current is None:
-            return self._cuda.current_stream()
+            return self._cuda.current_stream(self._device)
         handle = self._current()
         stream = self._seen.get(handle)
         if stream is None:
-            stream = self._seen[handle] = self._cuda.current_stream()
+            stream = self._seen[handle] = self._cuda.current_stream(self._device)
         return stream
 
     def name(self, place: Place | None = None) -> str:
@@ -178,47 +170,35 @@ class CudaStreams:
         stream: Any = place or self.here()
         return trace.compute_stream(stream.cuda_stream)
 
-    def record(self) -> Event | None:
-        """Record a timing-free event on the current stream."""
-        return self._mark(self.here())
+    def wait(self, stream: Stream, place: Place | None) -> None:
+        """Make a role's stream wait, unless its next work waits for that one anyway."""
+        current = self.here()
+        if place is not None and place != current:
+            own = self._own[stream] if stream != "compute" else None
+            self._order(own or current, place, role=stream if own else None)
 
-    def _mark(self, stream: Any) -> _Mark:
-        event = self._cuda.Event()
-        event.record(stream)
-        number = 0
-        if trace.recording():
-            number = trace.new_event()
-            trace.recorded(self.name(stream), number)
-        return _Mark(event, stream, number)
-
-    def wait(self, stream: Stream, event: Event | None) -> None:
-        """Make a role's stream wait, unless its next work waits for the event's stream anyway."""
-        if isinstance(event, _Mark):
-            current = self.here()
-            if event.stream != current:
-                own = self._own.get(stream)
-                (own or current).wait_event(event.event)
-                if trace.recording():
-                    trace.waited(stream if own else self.name(current), event.number)
-
-    def wait_at(self, place: Place | None, event: Event | None) -> None:
-        """Make the stream of an allocation wait, unless the event is its own."""
-        if isinstance(event, _Mark) and place is not None and event.stream != place:
-            self._wait(place, event)
+    def wait_at(self, place: Place | None, other: Place | None) -> None:
+        """Make the stream of an allocation wait, unless it is the other one."""
+        if place is not None and other is not None and place != other:
+            self._order(place, other)
 
     def follow(self, place: Place | None) -> None:
         """Make the current stream wait for another one."""
-        here = self.here()
-        if place is not None and place != here:
-            self._wait(here, self._mark(place))
+        self.wait_at(self.here(), place)
 
     def precede(self, place: Place | None) -> None:
         """Make another stream wait for the current one."""
-        here = self.here()
-        if place is not None and place != here:
-            self._wait(place, self._mark(here))
+        self.wait_at(place, self.here())
 
-    def _wait(self, stream: Any, mark: _Mark) -> None:
-        stream.wait_event(mark.event)
+    def close(self) -> None:
+        """Let the current stream do what the roles' streams did."""
+        self._own = {"gather": None, "reduce": None}
+
+    def _order(self, later: Any, earlier: Any, role: Stream | None = None) -> None:
+        event = self._cuda.Event()
+        event.record(earlier)
+        later.wait_event(event)
         if trace.recording():
-            trace.waited(self.name(stream), mark.number)
+            number = trace.new_event()
+            trace.recorded(self.name(earlier), number)
+            trace.waited(role or self.name(later), number)

@@ -51,7 +51,7 @@ class Cuda:
         self._made = 1
         self.leaf_streams: dict[int, Stream] = {}
 
-    def current_stream(self) -> Stream:
+    def current_stream(self, device: torch.device | None = None) -> Stream:
         return self.current
 
     def stream(self) -> Stream:

@@ -215,10 +215,12 @@ def test_a_slot_that_is_held_for_long_is_let_go() -> None:
 
 
 def test_a_held_slot_is_an_error_where_all_ranks_must_use_the_same() -> None:
-    pool = Pool(_allocate, HostStreams(), symmetric=True)
+    reasons: list[str] = []
+    pool = Pool(_allocate, HostStreams(), symmetric=True, abort=reasons.append)
     message = r"bucket 'a': expected nobody to hold .* keep a copy instead, or use NcclOptions"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=message) as info:
         aliased(pool, "a")
+    assert reasons == [str(info.value)]
     assert pool.allocated_bytes == 0
     slot = pool.take("b", 64)  # and the pool still works
     pool.give_back(slot)

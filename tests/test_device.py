@@ -68,8 +68,8 @@ def test_training_on_a_device_equals_plain_training(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("role", ["compute", "gather", "reduce"])
-def test_a_role_waits_for_an_event(role: Literal["compute", "gather", "reduce"]) -> None:
-    """What the other stream wrote before its event is there, however late it was."""
+def test_a_role_waits_for_another_stream(role: Literal["compute", "gather", "reduce"]) -> None:
+    """What the other stream has written by then is there, however late it was."""
     gather, reduce, first, second = (torch.cuda.Stream() for _ in range(4))
     streams = CudaStreams(gather, reduce)
     x = torch.zeros(1 << 20, device="cuda")
@@ -77,7 +77,7 @@ def test_a_role_waits_for_an_event(role: Literal["compute", "gather", "reduce"])
     with torch.cuda.stream(first):
         torch.cuda._sleep(SLEEP_CYCLES)
         x.fill_(1)
-        written = streams.record()
+        written = streams.here()
     with torch.cuda.stream(second):
         streams.wait(role, written)
     with torch.cuda.stream({"compute": second, "gather": gather, "reduce": reduce}[role]):
@@ -96,7 +96,7 @@ def test_memory_is_let_go_on_its_own_stream_after_another_ones_use() -> None:
     with torch.cuda.stream(other):
         torch.cuda._sleep(SLEEP_CYCLES)
         seen = x.clone()
-        streams.wait_at(place, streams.record())
+        streams.wait_at(place, streams.here())
     with torch.cuda.stream(home):
         x.zero_()  # what the next owner of the memory would do
     torch.cuda.synchronize()
