@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from functools import cache
 from types import ModuleType
@@ -25,7 +26,8 @@ def load(name: str) -> ModuleType | str:
     except ModuleNotFoundError:
         return NOT_BUILT
     except ImportError as error:
-        return f"built, but does not load: {error}"
+        why = "undefined symbol: nccl" in str(error) and "NCCL 2.27 or later is needed: "
+        return f"built, but does not load: {why or ''}{error}"
 
 
 def cpu() -> ModuleType | None:
@@ -54,6 +56,11 @@ def nccl() -> ModuleType | None:
         ImportError: If it was built but does not load.
     """
     return _required("_nccl")
+
+
+def never_destroy(thing: object) -> None:
+    """Leave an object to the end of the process, since its destructor would wait for others."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _required(name: str) -> ModuleType | None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,7 @@ class FakeCommunicator:
         self.calls: list[tuple[Any, ...]] = []
         self.tickets: list[FakeTicket] = []
         self.closed_in: list[int] = []
+        self.closed_within: list[float] = []
         self.messages: list[str] = []
         self.registers: str | None = options["registration"]
         self.meet: Callable[[], None] = lambda: None
@@ -98,8 +100,9 @@ class FakeCommunicator:
     def abort(self, why: str) -> None:
         self.failure = self.failure or f"aborted: {why}"
 
-    def close(self) -> None:
+    def close(self, within_s: float = math.inf) -> None:
         self.closed_in.append(os.getpid())
+        self.closed_within.append(within_s)
 
 
 class FakeNccl(ModuleType):

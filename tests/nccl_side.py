@@ -33,3 +33,6 @@ class HostSide:
         memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.ptr)
         memory.owner = buffer  # torch keeps the memory's object, and so the buffer
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def empty_cache(self) -> None:
+        """Host memory has no cache."""

@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
 import sys
 import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from harness import run_ranks, run_ranks_outcomes
 from models import Block, Net, build
 
 from fsdp_kernels import NcclComm, _ext, fully_shard
-from fsdp_kernels.comm import Comm, NcclOptions, Ticket, _nccl_setup, pick
+from fsdp_kernels.comm import Comm, NcclOptions, Ticket, _nccl_setup, nccl, pick
+from fsdp_kernels.runtime import Runtime
 
 GATHER = "fk.gather[layers.3/0]"
 
@@ -275,6 +278,11 @@ def _tickets(rank: int, world: int) -> None:
     with pytest.warns(ResourceWarning, match=r"^fk\.gather\[layers\.3/0\]: expected every ticket"):
         issue(comm)
     assert made.tickets[-1].waits == [5], "memory could be reused under the collective"
+    ticket, _ = issue(comm)
+    comm.current_stream = lambda: 6  # of the thread that collects
+    with pytest.warns(ResourceWarning):
+        del ticket
+    assert made.tickets[-1].waits == [5]
 
     ticket, storage = issue(comm)
     made.failure = f"{GATHER}: expected all_gather to complete on all 1 ranks (nccl), got on rank 0"
@@ -385,19 +393,75 @@ def _memory(rank: int, world: int) -> None:
     assert made.calls == [("allocate", 100, True), ("allocate", 7, False)]
     assert (buffer.dtype, buffer.shape) == (torch.uint8, (100,))
     buffer.fill_(3)
-    made.registers = None  # the module has no memory of this kind
-    made.messages = ["ncclMemAlloc: not here"]
+    log = logged()
+    made.messages = ["a window: not here"]
+    comm.allocate(7, cpu, collective=False)
+    comm.allocate(7, cpu, collective=False)
+    assert log == ["a window: not here"]
+
+
+def logged() -> list[str]:
+    """The list that messages go to from now on."""
     log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fsdp_kernels").addHandler(handler)
-    assert comm.allocate(9, cpu, collective=True).shape == (9,)
-    comm.allocate(9, cpu, collective=True)
-    assert log == ["ncclMemAlloc: not here"]
+    return log
 
 
-def test_memory_comes_from_the_module_and_falls_back_with_one_line() -> None:
+def test_memory_comes_from_the_module_and_its_messages_are_logged_once() -> None:
     run_ranks(_memory, 1)
+
+
+def _short_of_memory(rank: int, world: int) -> None:
+    cpu, log = torch.device("cpu"), logged()
+    for registration, aborts in (("local", False), ("symmetric", True)):
+        options = NcclOptions(registration=registration)  # type: ignore[arg-type]
+        comm = NcclComm(options=options, module=(module := FakeNccl()))
+        made = module.made[0]
+
+        def give_it_back() -> None:
+            made.registers = registration  # noqa: B023
+
+        made.registers = None  # until torch's allocator gives it back
+        made.messages = ["ncclMemAlloc gave none: from torch's allocator instead"]
+        module.torch_side.empty_cache = give_it_back  # type: ignore[method-assign]
+        assert comm.allocate(9, cpu, collective=True).shape == (9,)
+
+        made.registers = None  # and this time that does not help
+        module.torch_side.empty_cache = lambda: None  # type: ignore[method-assign]
+        text = r"^NcclComm: expected 9 bytes of NCCL's memory on cpu, got none on rank 0, even"
+        with pytest.raises(torch.OutOfMemoryError, match=text):
+            comm.allocate(9, cpu, collective=False)
+        assert made.failure is None
+        with pytest.raises(torch.OutOfMemoryError, match=text) as info:
+            comm.allocate(9, cpu, collective=True)
+        assert made.failure == (f"aborted: {info.value}" if aborts else None)
+    assert log == [], "of a fallback that there was not"
+
+    # Unregistered memory may come from anywhere.
+    comm = NcclComm(options=NcclOptions(registration="none"), module=(module := FakeNccl()))
+    module.made[0].registers = None
+    assert comm.allocate(9, cpu, collective=True).shape == (9,)
+
+
+def test_a_rank_that_runs_out_of_memory_does_not_go_on_with_another_kind() -> None:
+    run_ranks(_short_of_memory, 1)
+
+
+def _held_slot(rank: int, world: int) -> None:
+    comm = NcclComm(options=NcclOptions(registration="symmetric"), module=(module := FakeNccl()))
+    pool = Runtime(comm, torch.device("cpu")).resources.params
+    slot = pool.take("a", 64)
+    view = slot.view(16, torch.float32)[:2]
+    with pytest.raises(RuntimeError, match=r"^bucket 'a': expected nobody to hold") as info:
+        pool.give_back(slot)
+    assert view.numel() == 2
+    assert module.made[0].failure == f"aborted: {info.value}", "the others wait in an allocation"
+
+
+def test_a_held_slot_of_symmetric_memory_ends_the_communicator() -> None:
+    run_ranks(_held_slot, 1)
 
 
 def _least(rank: int, world: int, registers: list[str | None], asked: str) -> Any:
@@ -460,22 +524,67 @@ def _ends(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         comm.barrier("fk.barrier")
 
+    closed, _ = alone()
+    log = logged()
+    native = closed._native
+    native.close = lambda: native.messages.append("the other ranks did not close it")
+    closed.close()
+    assert log == ["the other ranks did not close it"]
+
 
 def _ends_by_an_exception(rank: int, world: int) -> None:
     comm, made = alone()
     sys.last_value = ArithmeticError()  # what Python sets before it runs what is left for the end
-    del comm
+    collected, dropped = alone()
+    del collected
     gc.collect()
+    assert dropped.failure is None, "an exception that a notebook has shown ends nothing"
+    nccl._end_all()
     assert made.failure == "aborted: the program ended by an exception"
-    assert made.closed_in == [os.getpid()]
+    assert not comm.closed
+    nccl._end_all()
+    for one in (made, dropped):
+        assert one.closed_in == [os.getpid()]
+        assert one.closed_within == [5.0], "peers may never come"
 
 
-def test_a_program_that_failed_does_not_wait_for_its_peers() -> None:
+def test_a_program_that_ends_does_not_wait_for_its_peers() -> None:
     run_ranks(_ends_by_an_exception, 1)
+
+
+EXITS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch.distributed as dist
+from fake_nccl import FakeNccl
+from fsdp_kernels import NcclComm
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+comm = NcclComm(module=(module := FakeNccl()))
+made = module.made[0]
+made.close = lambda limit: print("closed", limit, made.failure)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [("sys.exit(1)", "None"), ("raise ArithmeticError", "aborted: the program ended by an excep")],
+)
+def test_the_end_of_a_program_closes(ending: str, words: str) -> None:
+    places = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", EXITS + ending, *places]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith(f"closed 5.0 {words}"), ended.stderr
 
 
 def test_close_once_also_by_the_garbage_collector_and_never_in_a_fork() -> None:
     run_ranks(_ends, 1)
+
+
+FAILED_BEFORE = (
+    r"^comm='nccl': expected the group's NcclComm to work, got one that has failed on rank [01]: "
+    r"the first error\. To go on in this process, make a new one on every rank and pass it: fully_"
+)
 
 
 def _shared(rank: int, world: int) -> None:
@@ -494,6 +603,9 @@ def _shared(rank: int, world: int) -> None:
         alive = weakref.ref(second)
         del first, second
         assert alive() is not None, f"{name}: ranks would disagree on whether there is one"
+        module.made[-1].failure = "the first error."
+        with pytest.raises(RuntimeError, match=FAILED_BEFORE):
+            pick.make("nccl", group, device)
         dist.destroy_process_group(group)
         del group
         gc.collect()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -57,6 +59,26 @@ def test_none_on_cuda(
 ) -> None:
     loads(monkeypatch, module)
     assert pick.choose("cuda") == (name, reason, name != "nccl")
+
+
+def test_an_nccl_without_the_functions_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_old(name: str) -> None:
+        raise ImportError("_nccl.so: undefined symbol: ncclCommWindowRegister")
+
+    monkeypatch.setattr(_ext.importlib, "import_module", too_old)
+    _ext.load.cache_clear()
+    try:
+        name, reason, lacking = pick.choose("cuda")
+    finally:
+        _ext.load.cache_clear()
+    assert (name, lacking) == ("process_group", True)
+    assert "does not load: NCCL 2.27 or later is needed: _nccl.so: undefined" in reason
+
+
+def test_the_oldest_nccl_is_that_of_the_module() -> None:
+    options = (Path(__file__).parents[1] / "csrc" / "nccl" / "options.cpp").read_text()
+    (oldest,) = re.findall(r"kOldest = (\d+)", options)
+    assert int(oldest) == pick._OLDEST_NCCL
 
 
 def test_without_gloo_the_hosts_cannot_agree(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fsdp_kernels import _ext
+from fsdp_kernels.comm._groups import Hosts, timeout_of
 from fsdp_kernels.streams import CudaStreams, Streams
 
 _CTA_POLICIES = {"default": 0, "efficiency": 1, "zero": 2}  # NCCL's numbers
 REGISTRATIONS = ("none", "local", "symmetric")  # least first
-_DEFAULT_TIMEOUT_S = 600.0
 _ID_BYTES = 128
 
 
@@ -99,6 +100,9 @@ class TorchSide(Protocol):
     def tensor(self, buffer: Any, device: torch.device) -> torch.Tensor:
         """Return uint8 [nbytes] over memory that a communicator allocated, and owns it."""
 
+    def empty_cache(self) -> None:
+        """Give the device back what torch's allocator keeps unused."""
+
 
 class CudaSide:
     """The torch side of CUDA."""
@@ -136,11 +140,18 @@ class CudaSide:
             torch.cuda.ExternalStream(native.gather_stream, device),  # type: ignore[no-untyped-call]
             torch.cuda.ExternalStream(native.reduce_stream, device),  # type: ignore[no-untyped-call]
             current=self.current_stream(device),
+            device=device,
         )
 
     def tensor(self, buffer: Any, device: torch.device) -> torch.Tensor:
         """Return a tensor that keeps the buffer alive."""
-        return torch.as_tensor(buffer, device=device)
+        tensor = torch.as_tensor(buffer, device=device)
+        assert tensor.data_ptr() == buffer.ptr, "torch copied it: to which NCCL would not write"
+        return tensor
+
+    def empty_cache(self) -> None:
+        """Give the device back what torch's allocator keeps unused."""
+        torch.cuda.empty_cache()
 
 
 # -- how the ranks meet ---------------------------------------------------------------------------
@@ -173,18 +184,19 @@ class Meeting:
         self.device = self.side.resolve(device)
         self.rank: int = dist.get_rank(known)
         self.world: int = dist.get_world_size(known)
-        self.timeout_s = options.timeout_s or _timeout_of(known, self.device)
+        self.timeout_s = options.timeout_s or timeout_of(known, self.device.type, "cpu")
         self.name = f"fk{next(_counts.setdefault(known, itertools.count()))}"
-        self._ranks = dist.get_process_group_ranks(known)
         self._store: Any = distributed_c10d._get_process_group_store(known)
+        self._digest = ""
 
     def connect(self) -> Any:
         """Return the module's `Communicator`, with its communicator for gathers (collective)."""
-        options = self._options
+        options, unique_id = self._options, self._receive_id("gather")
+        self._digest = hashlib.sha256(unique_id).hexdigest()[:16]
         made = self._module.Communicator(
             self.rank,
             self.world,
-            self._receive_id("gather"),
+            unique_id,
             device=self.device.index or 0,
             name=self.name,
             timeout_s=self.timeout_s,
@@ -203,17 +215,18 @@ class Meeting:
         native.open_reductions(self._receive_id("reduce"))
         self._forget_id("reduce")
 
-    def join_hosts(self) -> dist.ProcessGroup | None:
-        """Return a gloo group of the ranks (collective), or None for one that is alone."""
+    def join_hosts(self, failure: Callable[[], str | None]) -> Hosts | None:
+        """Join the hosts (collective); None for one that is alone.
+
+        Args:
+            failure: What has failed on this rank, or None.
+        """
         if self.world == 1:
             return None
-        made: dist.ProcessGroup = dist.new_group(
-            self._ranks,
-            backend="gloo",
-            timeout=timedelta(seconds=self.timeout_s),
-            use_local_synchronization=True,
-        )
-        return made
+        # The id is new in each run: what an earlier one left in a store of files is not found.
+        key = f"{self._key('hosts')}/{self._digest}"
+        store = distributed_c10d.PrefixStore(key, self._store)
+        return Hosts(self.rank, self.world, store, self.timeout_s, failure)
 
     def _receive_id(self, purpose: str) -> bytes:
         """Hand rank 0's unique id to every rank, with the options, which must be equal."""
@@ -275,13 +288,3 @@ def _built_module() -> Any:
             "comm='process_group'."
         )
     return module
-
-
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the time limit of a group's collectives in seconds, by its backend for the device."""
-    for kind in (device.type, "cpu"):
-        # NOTE: private, and not every backend has options.
-        with suppress(RuntimeError, AttributeError):
-            limit: timedelta = group._get_backend(torch.device(kind)).options._timeout
-            return limit.total_seconds()
-    return _DEFAULT_TIMEOUT_S

@@ -22,15 +22,21 @@ class NcclTicket(Ticket):
         native: The module's ticket, until the wait.
     """
 
-    __slots__ = ("_cancelled", "_comm", "_operation", "_tensors", "native")
+    __slots__ = ("_cancelled", "_comm", "_issued_on", "_operation", "_tensors", "native")
 
     def __init__(
-        self, comm: NcclComm, operation: str, native: Any, tensors: tuple[torch.Tensor, ...]
+        self,
+        comm: NcclComm,
+        operation: str,
+        native: Any,
+        tensors: tuple[torch.Tensor, ...],
+        stream: int,
     ) -> None:
         super().__init__(native.label)
         self._comm = comm
         self._operation = operation
         self._tensors = tensors
+        self._issued_on = stream
         self.native = native
         self._cancelled = False
 
@@ -39,9 +45,11 @@ class NcclTicket(Ticket):
         self._cancelled = True
 
     def _finish(self) -> None:
+        self._wait_on(self._comm.current_stream())
+
+    def _wait_on(self, stream: int) -> None:
         comm, native = self._comm, self.native
         try:
-            stream = comm.current_stream()
             native.wait(stream)
             if trace.recording() and native.event_id:
                 trace.waited(trace.compute_stream(stream), native.event_id)
@@ -53,6 +61,7 @@ class NcclTicket(Ticket):
     def __del__(self) -> None:
         if getattr(self, "_pending", False) and not self._cancelled:
             # Its memory may be allocated again at once, and would be written under the collective.
+            # The current stream is that of whichever thread collects garbage.
             with suppress(Exception):
-                self._finish()
+                self._wait_on(self._issued_on)
             super().__del__()

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,15 @@ from fsdp_kernels.comm.base import (
 )
 from fsdp_kernels.streams import Streams
 
+if TYPE_CHECKING:
+    from fsdp_kernels.comm._groups import Hosts
+
 logger = logging.getLogger("fsdp_kernels")
 
 _DEFAULT_OPTIONS = NcclOptions()
+# How long a communicator that nobody closed waits for its peers: they may never come, and nobody
+# reads what is under way.
+_PATIENCE_S = 5.0
 
 # NCCL's name of each dtype, and how many of its elements one of ours is: sums of complex numbers
 # are sums of their parts.
@@ -56,8 +63,8 @@ class NcclComm:
     Every collective waits for what the current stream has when it is issued, and runs beside what
     comes after; `Ticket.wait` makes the current stream wait for it. A watchdog thread notices a
     collective that fails or outlasts the time limit, aborts, and from then on every call raises the
-    first error. What the hosts must agree on (`agree`, `barrier`) travels over a gloo group of the
-    same ranks, so that it does not wait for the device.
+    first error. What the hosts must agree on (`agree`, `barrier`) travels over gloo connections of
+    their own, so that it does not wait for the device.
 
     Making one is collective, and every rank makes its communicators in the same order.
 
@@ -94,15 +101,22 @@ class NcclComm:
         self.world = meeting.world
         self.timeout_s = meeting.timeout_s
         self.symmetric = options.registration == "symmetric"
-        self._native: Any = meeting.connect()
-        # At exit too: the watchdog must not outlive the interpreter.
-        self._ended = weakref.finalize(self, _end, self._native, os.getpid())
+        native = self._native = meeting.connect()
         self.current_stream: Callable[[], int] = meeting.side.current_stream(self.device)
-        self._streams = meeting.side.streams(self._native, self.device)
-        self._host = meeting.join_hosts()
+        self._streams = meeting.side.streams(native, self.device)
         self._in_group: list[NcclTicket] | None = None
-        self._allocates = True
-        self._settle_registration(options)
+        self._hosts: Hosts | None = None
+        self._allocates = self._registers = True
+        try:
+            self._hosts = meeting.join_hosts(lambda: native.failure)
+            self._settle_registration(options)
+        except BaseException as error:
+            native.abort(f"it could not be made ({error})")  # the others must not wait for it
+            native.close()
+            raise
+        self._ended = weakref.finalize(self, _end, native, self._hosts, os.getpid())
+        self._ended.atexit = False  # `_end_all` does that
+        _open.add(self)
 
     def _settle_registration(self, options: NcclOptions) -> None:
         """Let every rank register as much as each of them can: NCCL wants them alike."""
@@ -112,7 +126,7 @@ class NcclComm:
         least = min(asked, self._least_registration(collective=False))
         if least >= 0 and self.symmetric:
             least = min(asked, self._least_registration(collective=True))
-        self._allocates = least >= 0
+        self._allocates, self._registers = least >= 0, least > 0
         if least < asked:
             self._native.limit_registration(REGISTRATIONS[max(least, 0)])
         self.symmetric = least == REGISTRATIONS.index("symmetric")
@@ -145,11 +159,29 @@ class NcclComm:
     def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
         """Return memory that NCCL has registered, where it can; see `Comm`."""
         native = self._open("allocate", device)
-        buffer = native.allocate(nbytes, collective) if nbytes and self._allocates else None
-        self._log_messages()
-        if buffer is None:
+        if not nbytes or not self._allocates:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        buffer = native.allocate(nbytes, collective)
+        if buffer is None:
+            native.take_messages()  # of falling back, which this rank may not do alone
+            self._meeting.side.empty_cache()  # what torch keeps unused, NCCL cannot have
+            buffer = native.allocate(nbytes, collective)
+        if buffer is None and not self._registers:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if buffer is None:
+            self._run_out_of_memory(nbytes, collective)
+        self._log_messages()
         return self._meeting.side.tensor(buffer, self.device)
+
+    def _run_out_of_memory(self, nbytes: int, collective: bool) -> NoReturn:
+        text = (
+            f"NcclComm: expected {nbytes} bytes of NCCL's memory on {self.device}, got none on "
+            f"rank {self.rank}, even after torch's cache was emptied. Other ranks have registered "
+            "theirs, so torch's own would not do: use smaller units or batches."
+        )
+        if collective and self.symmetric:
+            self._native.abort(text)  # the others wait for this rank in the registration
+        raise torch.OutOfMemoryError(text)
 
     def prepare_reductions(self) -> None:
         """Make the communicator that reduce-scatters run on from now on; see `Comm`."""
@@ -232,7 +264,7 @@ class NcclComm:
             native = getattr(module, operation)(label, *what, stream)
         except RuntimeError as error:
             raise self.failed(operation, label, error) from error
-        ticket = NcclTicket(self, operation, native, tensors)
+        ticket = NcclTicket(self, operation, native, tensors, stream)
         if self._in_group is not None:
             self._in_group.append(ticket)
         elif trace.recording():
@@ -243,26 +275,35 @@ class NcclComm:
         """Return the maximum over the ranks of words that the host holds; see `Comm`."""
         self._check_healthy("agree", label)
         agreed = words.clone()
-        if self._host is not None and agreed.numel():
-            try:
-                dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._host)
-            except RuntimeError as error:
-                raise collective_error("agree", label, self, error) from error
+        if self._hosts is not None and agreed.numel():
+            with self._naming("agree", label):
+                self._hosts.largest(agreed)
         return agreed
 
     def barrier(self, label: str) -> None:
         """Return once every rank has called this; what is queued on the device may still run."""
         self._check_healthy("barrier", label)
-        if self._host is not None:
-            try:
-                dist.barrier(group=self._host)
-            except RuntimeError as error:
-                raise collective_error("barrier", label, self, error) from error
+        if self._hosts is not None:
+            with self._naming("barrier", label):
+                self._hosts.barrier()
+
+    @contextmanager
+    def _naming(self, operation: str, label: str) -> Iterator[None]:
+        """Turn what the hosts' channel raises into an error of this call, or the first one."""
+        try:
+            yield
+        except RuntimeError as error:
+            failure = self.failure
+            if failure is not None:
+                raise self.failed(operation, label, RuntimeError(failure)) from error
+            raise collective_error(operation, label, self, error) from error
 
     # -- the end ----------------------------------------------------------------------------------
 
     def abort(self, why: str) -> None:
-        """Stop what is under way on this rank, without waiting; every later call raises.
+        """Stop what is under way on this rank; every later call raises.
+
+        Returns once NCCL has stopped, for which kernels that wait for nobody may have to end.
 
         Args:
             why: What the errors of later calls say.
@@ -272,12 +313,14 @@ class NcclComm:
 
     def close(self) -> None:
         """Finish what is under way, then let communicators, streams and the watchdog go."""
-        # The gloo group is only dropped: a peer may still be in its last operation, which
-        # destroying it here would break.
-        native, self._native, self._host = self._native, None, None
+        native, self._native = self._native, None
         if native is not None:
             self._ended.detach()
+            _open.discard(self)
+            self._streams.close()
             native.close()
+            _let_go(native, self._hosts)
+            self._hosts = None
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -294,8 +337,7 @@ class NcclComm:
 
     def _log_messages(self) -> None:
         """Log what was done otherwise than asked for, each once."""
-        for message in self._native.take_messages():
-            logger.warning("%s", message)
+        _log(self._native.take_messages())
 
     def _open(self, label: str, device: torch.device) -> Any:
         native = self._native
@@ -332,12 +374,42 @@ class NcclComm:
         )
 
 
-def _end(native: Any, pid: int) -> None:
+# Those that nobody has closed.
+_open: weakref.WeakSet[NcclComm] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Close what is open when the program ends: no watchdog may outlive the interpreter."""
+    for comm in list(_open):
+        ended = comm._ended.detach()
+        if ended is None:
+            continue
+        native, hosts, pid = ended[2]
+        if os.getpid() == pid and getattr(sys, "last_value", None) is not None:
+            # The program ends by an exception. What is under way waits for peers, which wait for
+            # this rank: to wait for them here would hide its error.
+            native.abort("the program ended by an exception")
+        _end(native, hosts, pid)
+
+
+def _end(native: Any, hosts: Hosts | None, pid: int) -> None:
     """Close a communicator that nobody has closed: it is collected, or the program ends."""
-    if os.getpid() != pid:
-        return  # a fork has neither the threads nor the connections
-    if hasattr(sys, "last_value"):
-        # The program ends by an exception. What is under way waits for peers, which wait for this
-        # rank: to wait for them here would hide its error until the time limit.
-        native.abort("the program ended by an exception")
-    native.close()
+    if os.getpid() == pid:  # a fork has neither the threads nor the connections
+        try:
+            native.close(_PATIENCE_S)
+        except TypeError:  # a module built before there was a limit
+            native.close()
+        _let_go(native, hosts)
+
+
+def _let_go(native: Any, hosts: Hosts | None) -> None:
+    """Do what is left after the module's own close."""
+    _log(native.take_messages())
+    if hosts is not None:
+        hosts.close()
+
+
+def _log(messages: list[str]) -> None:
+    for message in messages:
+        logger.warning("%s", message)

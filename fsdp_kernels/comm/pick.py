@@ -83,6 +83,13 @@ def make(name: str, group: dist.ProcessGroup | None, device: torch.device) -> Co
     known = group if group is not None else dist.group.WORLD
     of_group = _nccl_comms.get(known, {}) if known is not None else {}
     made = of_group.get(device)
+    if made is not None and made.failure is not None:
+        # This rank alone may know, and a new one takes all of them.
+        raise RuntimeError(
+            f"comm={name!r}: expected the group's NcclComm to work, got one that has failed on "
+            f"rank {made.rank}: {made.failure} To go on in this process, make a new one on every "
+            "rank and pass it: fully_shard(..., comm=NcclComm(group))."
+        )
     if made is None or made.closed:
         made = NcclComm(group, device=device)
         if known is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_kernels.comm._groups import twin
 from fsdp_kernels.comm.base import (
     ReduceName,
     Ticket,
@@ -80,12 +81,15 @@ class ProcessGroupComm:
         self._gloo_on_cpu = _backend_of(resolved, "cpu") == "gloo"
         self._joins_hosts = _backend_of(resolved, "cpu") != ""
         self._scratch = _Scratch()
+        self._device = torch.device("cuda")  # until tensors have come
 
     def streams(self, device: torch.device) -> Streams:
         """Return streams without roles: torch orders its own against the current one."""
         if device.type != "cuda":
             return HostStreams()
-        return CudaStreams(current=partial(torch._C._cuda_getCurrentRawStream, device.index))
+        self._device = device
+        current = partial(torch._C._cuda_getCurrentRawStream, device.index)
+        return CudaStreams(current=current, device=device)
 
     def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
         """Return memory of torch's own allocator; see `Comm`."""
@@ -98,8 +102,7 @@ class ProcessGroupComm:
     def prepare_reductions(self) -> None:
         """Make the group that reduce-scatters run on from now on (collective); see `Comm`."""
         if self._group is not None and self._reduce_group is None and self.world > 1:
-            ranks = dist.get_process_group_ranks(self._group)
-            self._reduce_group = dist.new_group(ranks, use_local_synchronization=True)
+            self._reduce_group = twin(self._group)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
         """Fill `full` with every rank's `shard`, in rank order; see `Comm`."""
@@ -173,7 +176,7 @@ class ProcessGroupComm:
         """Return the maximum over the ranks of words that the host holds; see `Comm`."""
         group = self._group or self._refuse_closed(label)
         on_device = not self._joins_hosts and _backend_of(group, "cuda") != ""
-        moved = words.cuda() if on_device else words.clone()
+        moved = words.to(self._device) if on_device else words.clone()
         self.all_reduce(moved, "max", label=label).wait()
         return moved.cpu()
 
