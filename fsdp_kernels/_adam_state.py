@@ -115,6 +115,7 @@ class FlatState:
         bucket = plan.bucket
         grads = bucket.shard_grads
         assert grads is not None  # the caller passes buckets with gradients only
+        bucket.wait_released()
         self._follow_edits(bucket)
         master, params = self._master_and_params(bucket)
         for launch in plan.launches:

@@ -138,7 +138,7 @@ class ShardedAdamBase(torch.optim.Optimizer):
                 loss = closure()
         plan = self._current_plan("step")
         for runtime in plan.runtimes:
-            runtime.finish()
+            runtime.before_step()
         active = [b for b in plan.buckets if b.bucket.shard_grads is not None]
         if len(self.state) < len(self._entered):  # the user dropped entries to start afresh
             self._forget(plan, [p for p in self._entered if p not in self.state])

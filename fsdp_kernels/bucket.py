@@ -12,6 +12,7 @@ autograd compares, and cannot be mistaken for a weight.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
 from fsdp_kernels.accesses import FULL_PARAMS, SHARD_MASTER, SHARD_PARAMS, announce, note
-from fsdp_kernels.comm.base import Comm, Ticket
+from fsdp_kernels.comm.base import Comm, PlacedParams, Ticket
 from fsdp_kernels.flat_shard import FlatShard, Geometry
 from fsdp_kernels.grads import BucketGrads
 from fsdp_kernels.layout import BucketLayout
@@ -69,6 +70,13 @@ class Resources:
     grads: Pool
 
 
+def _slot_of(placed: PlacedParams) -> Slot:
+    """The slot whose buffer a bucket's full parameters have for themselves."""
+    slot = Slot(placed.full, None, "placed params")
+    slot.own_holders = slot.holders()
+    return slot
+
+
 class Bucket:
     """The storage of one bucket, on one rank.
 
@@ -78,7 +86,9 @@ class Bucket:
         dtypes: Own, compute and reduce dtype.
         shard_master: 1-D [shard_numel], own dtype; lives on the current stream.
         shard_params: 1-D [shard_numel], compute dtype; the same object as `shard_master` where the
-            dtypes are equal.
+            dtypes are equal and nothing is placed.
+        placed: The full parameters' place in memory that all ranks share, or None. `shard_params`
+            then lies in it, so that whoever writes it must call `wait_released` first.
         full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream,
             owned by the pool.
         params: The registered `FlatShard`s, in segment order.
@@ -105,7 +115,13 @@ class Bucket:
         self.unit: Unit = None  # type: ignore[assignment]  # set by the unit, at once
         self.shard_master = shard_master
         self.shard_params = shard_master
-        if dtypes.compute != dtypes.own:
+        nbytes = layout.full_numel * dtypes.compute.itemsize
+        self.placed = resources.comm.place_params(nbytes, shard_master.device)
+        self._home: Slot | None = None  # of `placed`
+        if self.placed is not None:
+            self._home = _slot_of(self.placed)
+            self.shard_params = self.placed.shard.view(dtypes.compute).copy_(shard_master)
+        elif dtypes.compute != dtypes.own:
             self.shard_params = shard_master.to(dtypes.compute)
         self._compute_version = shard_master._version
         self._steps = 0
@@ -213,21 +229,52 @@ class Bucket:
             self.shard_params is not self.shard_master
             and self._compute_version != self.edit_version
         ):
+            self.wait_released()
             self.shard_params.copy_(self.shard_master)
             note(self, "cast", SHARD_MASTER, SHARD_PARAMS)
             self._compute_version = self.edit_version
         name = label("gather", self.unit.name, self.index)
-        slot = self.resources.params.take(self.label, layout.full_numel * dtype.itemsize)
+        slot = self._home
+        if slot is not None:
+            self._revert_writes()
+        else:
+            slot = self.resources.params.take(self.label, layout.full_numel * dtype.itemsize)
         self.slot = slot
         self.full_params = slot.view(layout.full_numel, dtype)
         streams.wait("gather", slot.freed)
         emit("gather", self.unit.name, self.index)
         announce(self, name, SHARD_PARAMS, FULL_PARAMS)
         self._gathered_version = self.version
+        if self.placed is not None:
+            self._ticket = self.placed.gather(label=name)
+            return
         with span("gather", self.unit.name, self.index):
             self._ticket = self.resources.comm.all_gather(
                 self.full_params, self.shard_params, label=name
             )
+
+    def _revert_writes(self) -> None:
+        """Let what was written to the full parameters behind torch's back not hide a new value."""
+        assert self.placed is not None
+        if self._gathered_version != self.version and self.placed.revert():
+            warnings.warn(
+                f"bucket '{self.label}': expected no in-place change of gathered parameters, got "
+                "one, through `.data` or NumPy: it was made on this rank's temporary copy and is "
+                "lost. Edit inside `with model.full_params():`.",
+                stacklevel=3,
+            )
+
+    def _leave_to_holders(self, slot: Slot) -> None:
+        """Let a view that somebody holds stay what it is, when others may write what it shows."""
+        assert self.placed is not None
+        self.placed.leave()
+        self._home = _slot_of(self.placed)
+        self.resources.params.warn_held(self.label)
+
+    def wait_released(self) -> None:
+        """Return once `shard_params` may be written: at once, unless peers read it in place."""
+        if self.placed is not None:
+            self.placed.wait_released(label=label("step", self.unit.name, self.index))
 
     def wait(self) -> None:
         """Make the current stream wait for the gather; show the modules the full parameters."""
@@ -279,8 +326,16 @@ class Bucket:
         emit("free", self.unit.name, self.index)
         note(self, "free", FULL_PARAMS)
         slot, self.slot, self.full_params = self.slot, None, None
-        self.resources.params.give_back(slot)
-        self._check_leaves()
+        if self.placed is None:
+            self.resources.params.give_back(slot)
+            self._check_leaves()
+            return
+        try:
+            self._check_leaves()
+            if slot.holders() > slot.own_holders:
+                self._leave_to_holders(slot)
+        finally:
+            self.placed.release()
 
     def is_current(self) -> bool:
         """Whether the gathered parameters still are what the shards say."""
@@ -299,6 +354,8 @@ class Bucket:
         for i, leaf in enumerate(self.leaves):
             if leaf._version != self._leaf_versions[i]:
                 self._leaf_versions = [leaf._version for leaf in self.leaves]
+                if self.placed is not None:
+                    self.placed.revert()
                 raise RuntimeError(
                     f"parameter '{self.names[i]}': expected no in-place change while its unit was "
                     "gathered, got one: it was made on this rank's temporary copy and is lost. "

@@ -328,8 +328,8 @@ def _digest(value: Any) -> str:
 
 
 def _group(members: Members) -> Any:
-    """Return the process group of the model's ranks, or None for the default one."""
-    return getattr(members.peers.comm, "_group", None)
+    """Return the process group of the model's ranks."""
+    return members.peers.comm.process_group
 
 
 def _reasons(error: CheckpointException) -> str:

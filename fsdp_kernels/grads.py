@@ -95,14 +95,20 @@ class BucketGrads:
         """Whether any leaf holds a gradient."""
         return any(leaf.grad is not None for leaf in self.bucket.leaves)
 
-    def pack(self) -> None:
-        """Move the leaves' gradients into `full_grads`, adding to what `no_sync` left there."""
+    def pack(self, into: Tensor | None = None) -> None:
+        """Move the leaves' gradients into `full_grads`, adding to what `no_sync` left there.
+
+        Args:
+            into: What `full_grads` becomes where there is none yet; None: a slot of the pool.
+        """
         bucket = self.bucket
         leaves = bucket.leaves
         grads = [leaf.grad for leaf in leaves]
         self._check_dense(grads)
         accumulate = self.full_grads is not None
         streams = bucket.resources.streams
+        if self.full_grads is None:
+            self.full_grads = into
         if self.full_grads is None:
             numel, dtype = bucket.layout.full_numel, bucket.dtypes.reduce
             self.slot = bucket.resources.grads.take(bucket.label, numel * dtype.itemsize)
@@ -134,10 +140,13 @@ class BucketGrads:
         """Issue the reduction of everything pending, zeros where no gradient came."""
         bucket = self.bucket
         self.left_over = False
-        if self.full_grads is None or self.has_unpacked():
+        numel, dtypes = bucket.layout.shard_numel, bucket.dtypes
+        name = label("reduce", bucket.unit.name, bucket.index)
+        if self.full_grads is None:
+            self.pack(bucket.comm.grads_buffer(bucket.layout.full_numel, dtypes.reduce, label=name))
+        elif self.has_unpacked():
             self.pack()
         assert self.full_grads is not None
-        numel, dtypes = bucket.layout.shard_numel, bucket.dtypes
         if not self.present and dtypes.own == dtypes.reduce:
             self.target = self._storage()
             self.target_generation = self.generation
@@ -148,7 +157,6 @@ class BucketGrads:
             self._target_home = bucket.resources.streams.here()
             note(bucket, "allocate", writes=REDUCED)
         emit("reduce", bucket.unit.name, bucket.index)
-        name = label("reduce", bucket.unit.name, bucket.index)
         announce(bucket, name, FULL_GRADS, REDUCED)
         with span("reduce", bucket.unit.name, bucket.index):
             self._ticket = bucket.comm.reduce_scatter(self.target, self.full_grads, label=name)

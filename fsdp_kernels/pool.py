@@ -237,6 +237,10 @@ class Pool:
     def _let_go(self, slot: Slot, owner: str) -> None:
         """Leave a slot to whoever holds a view of it."""
         self._drop(slot)
+        self.warn_held(owner)
+
+    def warn_held(self, owner: str) -> None:
+        """Say, once, that memory is left to whoever holds a view of it."""
         if not self._warned:
             self._warned = True
             warnings.warn(

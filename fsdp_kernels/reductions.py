@@ -55,6 +55,7 @@ class Reductions:
         self._backwards = 0
         self._gathers = 0  # hash of the gathers since the ranks last agreed
         self.clock = 0
+        self._largest_bytes = 0  # of a full gradient bucket
         self.agreed = torch.zeros(0, dtype=torch.bool)
 
     def share_agreement(self, device: torch.device) -> None:
@@ -66,6 +67,9 @@ class Reductions:
             bucket.grads.agreed = agreed
         for unit in self._units:
             unit.deadline = -1
+        self._largest_bytes = max(
+            (b.layout.full_numel * b.dtypes.reduce.itemsize for b in self._buckets), default=0
+        )
 
     # -- during a backward ------------------------------------------------------------------------
 
@@ -77,7 +81,7 @@ class Reductions:
         due = [unit for unit in self._to_reduce() if unit.deadline >= 0]
         self._queue = deque(sorted(due, key=lambda unit: unit.deadline))
         if any(unit.sync for unit in self._units):
-            self._comm.prepare_reductions()
+            self._comm.prepare_reductions(self._largest_bytes)
 
     def before_gather(self, unit: Unit, in_backward: bool) -> None:
         """Issue what is due before a unit's gather, and count the gather."""

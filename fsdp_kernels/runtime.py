@@ -285,6 +285,13 @@ class Runtime:
         if self.reductions.unsettled and not self.backward.under_way:
             self.reductions.reduce_left_over()
 
+    def before_step(self) -> None:
+        """What an optimizer calls first: `finish`, and let go what a step writes in place."""
+        self.finish()
+        for unit in self.units:
+            if not unit.is_sharded() and unit.is_placed():
+                unit.free()
+
     def finish_failed(self) -> None:
         """Clean up after a failed backward, the reductions that it had issued too (collective)."""
         self.recover()

@@ -115,6 +115,10 @@ class Unit:
         """Whether a gather may start."""
         return self._state is State.SHARDED
 
+    def is_placed(self) -> bool:
+        """Whether the full parameters are in memory that all ranks share."""
+        return any(bucket.placed is not None for bucket in self.buckets)
+
     def contains(self, other: Unit) -> bool:
         """Whether another unit's module is this one's or lies inside it."""
         return not self.name or other.name == self.name or other.name.startswith(f"{self.name}.")

@@ -12,11 +12,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes as _unwatched
 
 from fsdp_kernels import trace
-from fsdp_kernels.comm.base import Comm, ReduceName, Ticket
+from fsdp_kernels.comm.base import Comm, PlacedParams, ReduceName, Ticket
 from fsdp_kernels.streams import CudaStreams, Streams
 
 
@@ -223,8 +224,18 @@ class StreamedComm:
     def grouped(self) -> AbstractContextManager[object]:
         return self._grouped()
 
-    def prepare_reductions(self) -> None:
-        self._inner.prepare_reductions()
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        return self._inner.process_group
+
+    def place_params(self, nbytes: int, device: torch.device) -> PlacedParams | None:
+        return None
+
+    def grads_buffer(self, numel: int, dtype: torch.dtype, *, label: str) -> Tensor | None:
+        return None
+
+    def prepare_reductions(self, largest_bytes: int = 0) -> None:
+        self._inner.prepare_reductions(largest_bytes)
         self._reduces = "reduce"
 
     def all_gather(self, full: Tensor, shard: Tensor, *, label: str) -> Ticket:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Literal, NoReturn, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 
 from fsdp_kernels.streams import Streams
 
@@ -54,6 +55,43 @@ class Ticket(ABC):
             )
 
 
+class PlacedParams(Protocol):
+    """The full parameters of one bucket, in memory that all ranks share.
+
+    Attributes:
+        full: uint8 [nbytes], to be read between a gather's wait and `release`. What is written to
+            it stays this rank's own, and hides what others write, until `revert`.
+        shard: uint8 [nbytes / world]: this rank's place, which the others read. To be written after
+            `wait_released`, before the next gather.
+    """
+
+    full: torch.Tensor
+    shard: torch.Tensor
+
+    def gather(self, *, label: str) -> Ticket:
+        """Publish this rank's shard; the ticket waits for everybody's."""
+        ...
+
+    def wait_released(self, *, label: str) -> None:
+        """Return once no rank reads what the last gather published."""
+        ...
+
+    def release(self) -> None:
+        """Say that this rank reads it no more; again does nothing."""
+        ...
+
+    def revert(self) -> bool:
+        """Forget what was written to `full`; whether anything was."""
+        ...
+
+    def leave(self) -> None:
+        """Leave `full`, as it is now, to whoever holds views of it, and become another one.
+
+        For a rank that still reads it: before `release`.
+        """
+        ...
+
+
 @runtime_checkable
 class Comm(Protocol):
     """A group of ranks that move flat buffers.
@@ -68,12 +106,19 @@ class Comm(Protocol):
         world: Number of ranks in the group.
         symmetric: Whether peers address one another's full buffers, so that a gather must fill the
             same pool slot on every rank.
+        process_group: A process group of the same ranks, for what torch sends by itself, such as
+            distributed checkpoints; None after `close`.
     """
 
     name: str
     rank: int
     world: int
     symmetric: bool
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """See the class."""
+        ...
 
     def streams(self, device: torch.device) -> Streams:
         """Return the streams that the collectives on a device's tensors run on."""
@@ -89,6 +134,25 @@ class Comm(Protocol):
         """
         ...
 
+    def place_params(self, nbytes: int, device: torch.device) -> PlacedParams | None:
+        """Give one bucket's full parameters a place that all ranks share (collective).
+
+        Returns:
+            The place; or None: gathers then fill buffers of the caller's.
+        """
+        ...
+
+    def grads_buffer(self, numel: int, dtype: torch.dtype, *, label: str) -> torch.Tensor | None:
+        """Return memory for the full gradients that are reduced next, undefined content.
+
+        The next `reduce_scatter` may be given it, and then sends no copy. It must be the next: all
+        ranks ask for it at the same point of their sequence of reductions.
+
+        Returns:
+            1-D [numel]; or None: any memory does.
+        """
+        ...
+
     def grouped(self) -> AbstractContextManager[object]:
         """Return a context in which gathers and reductions are collected and issued together.
 
@@ -97,12 +161,15 @@ class Comm(Protocol):
         """
         ...
 
-    def prepare_reductions(self) -> None:
+    def prepare_reductions(self, largest_bytes: int = 0) -> None:
         """Give reduce-scatters an order of their own from now on (collective; again does nothing).
 
         Ranks that finish units in different orders issue gathers and reductions in different
-        sequences; in one order the two would be paired with one another. A root calls this once,
-        before its first reduction.
+        sequences; in one order the two would be paired with one another. A root calls this before
+        its first reduction.
+
+        Args:
+            largest_bytes: Of the largest full gradient bucket; the same on every rank.
         """
         ...
 

@@ -20,6 +20,7 @@ from fsdp_kernels import trace
 from fsdp_kernels.comm._nccl_setup import REGISTRATIONS, Meeting, NcclOptions
 from fsdp_kernels.comm._nccl_ticket import NcclTicket
 from fsdp_kernels.comm.base import (
+    PlacedParams,
     ReduceName,
     Ticket,
     check_contiguous,
@@ -96,6 +97,9 @@ class NcclComm:
         module: Any = None,
     ) -> None:
         self._meeting = meeting = Meeting(group, device, options, module)
+        known = group if group is not None else dist.group.WORLD
+        assert known is not None  # it has been met in
+        self._known = weakref.ref(known)  # communicators are kept for as long as their group lives
         self.device = meeting.device
         self.rank = meeting.rank
         self.world = meeting.world
@@ -183,7 +187,20 @@ class NcclComm:
             self._native.abort(text)  # the others wait for this rank in the registration
         raise torch.OutOfMemoryError(text)
 
-    def prepare_reductions(self) -> None:
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The one that the ranks met in; see `Comm`."""
+        return None if self._native is None else self._known()
+
+    def place_params(self, nbytes: int, device: torch.device) -> PlacedParams | None:
+        """Nothing is shared; see `Comm`."""
+        return None
+
+    def grads_buffer(self, numel: int, dtype: torch.dtype, *, label: str) -> torch.Tensor | None:
+        """Any memory does; see `Comm`."""
+        return None
+
+    def prepare_reductions(self, largest_bytes: int = 0) -> None:
         """Make the communicator that reduce-scatters run on from now on; see `Comm`."""
         native = self._native
         if native is None or native.has_reductions:

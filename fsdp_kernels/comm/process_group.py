@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdp_kernels.comm._groups import twin
 from fsdp_kernels.comm.base import (
+    PlacedParams,
     ReduceName,
     Ticket,
     check_contiguous,
@@ -83,6 +84,11 @@ class ProcessGroupComm:
         self._scratch = _Scratch()
         self._device = torch.device("cuda")  # until tensors have come
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group itself; see `Comm`."""
+        return self._group
+
     def streams(self, device: torch.device) -> Streams:
         """Return streams without roles: torch orders its own against the current one."""
         if device.type != "cuda":
@@ -95,11 +101,19 @@ class ProcessGroupComm:
         """Return memory of torch's own allocator; see `Comm`."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    def place_params(self, nbytes: int, device: torch.device) -> PlacedParams | None:
+        """Nothing is shared; see `Comm`."""
+        return None
+
+    def grads_buffer(self, numel: int, dtype: torch.dtype, *, label: str) -> torch.Tensor | None:
+        """Any memory does; see `Comm`."""
+        return None
+
     def grouped(self) -> AbstractContextManager[object]:
         """Change nothing: torch groups only collectives of one kind."""
         return nullcontext()
 
-    def prepare_reductions(self) -> None:
+    def prepare_reductions(self, largest_bytes: int = 0) -> None:
         """Make the group that reduce-scatters run on from now on (collective); see `Comm`."""
         if self._group is not None and self._reduce_group is None and self.world > 1:
             self._reduce_group = twin(self._group)
