@@ -16,6 +16,7 @@ from fsdp_kernels.checkpoint import full_state_dict, load_full_state_dict
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.comm.nccl import NcclComm
 from fsdp_kernels.comm.process_group import ProcessGroupComm
+from fsdp_kernels.comm.shared_memory import SharedMemoryComm
 from fsdp_kernels.optim import ShardedAdam, ShardedAdamW
 from fsdp_kernels.shard import ShardedModule, fully_shard
 from fsdp_kernels.trace import record_schedule
@@ -30,6 +31,7 @@ __all__ = [
     "ShardedAdam",
     "ShardedAdamW",
     "ShardedModule",
+    "SharedMemoryComm",
     "__version__",
     "checkpoint",
     "environment",

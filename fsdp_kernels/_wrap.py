@@ -16,6 +16,7 @@ from fsdp_kernels._unit_plan import Entry, Plan
 from fsdp_kernels.bucket import Bucket, Dtypes, Resources, Site
 from fsdp_kernels.comm import pick
 from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.comm.shared_memory import SharedMemoryComm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.layout import BucketLayout, group_parameters
 from fsdp_kernels.trace import label
@@ -27,8 +28,17 @@ logger = logging.getLogger("fsdp_kernels")
 # -- communication --------------------------------------------------------------------------------
 
 
-def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan: Plan) -> Comm:
-    """The backend that `comm` names, over the ranks of `mesh`; says on rank 0 which it is."""
+def pick_comm(
+    where: str,
+    comm: str | Comm | None,
+    mesh: DeviceMesh | None,
+    plan: Plan,
+    policy: MixedPrecisionPolicy,
+) -> Comm:
+    """The backend that `comm` names, over the ranks of `mesh`; says on rank 0 which it is.
+
+    One of ours over shared memory has all of it that the plan needs.
+    """
     if isinstance(comm, Comm):
         return comm
     if comm is not None and comm not in pick.NAMES:
@@ -47,11 +57,25 @@ def pick_comm(where: str, comm: str | Comm | None, mesh: DeviceMesh | None, plan
         )
     choice = pick.choose(plan.device.type) if comm is None else pick.Choice(comm, "as asked for")
     made = pick.make(choice.name, None if mesh is None else mesh.get_group(), plan.device)
+    if isinstance(made, SharedMemoryComm):
+        made.reserve(*_shared_bytes(plan, policy, made.world))
     if made.rank == 0:
         level = logging.WARNING if choice.lacking else logging.INFO
         text = "%s: %s over %d ranks on %s (%s)"
         logger.log(level, text, where, made.name, made.world, plan.device, choice.reason)
     return made
+
+
+def _shared_bytes(plan: Plan, policy: MixedPrecisionPolicy, world: int) -> tuple[list[int], int]:
+    """Bytes of each bucket's full parameters, and of the largest full gradient bucket."""
+    params, grads = [], [0]
+    for entries in plan.owners.values():
+        for group in _groups(entries):
+            dtypes = _dtypes(group[0].param.dtype, policy)
+            numel = _layout(group, dtypes, world).full_numel
+            params.append(numel * dtypes.compute.itemsize)
+            grads.append(numel * dtypes.reduce.itemsize)
+    return params, max(grads)
 
 
 def sync_buffers(module: nn.Module, comm: Comm) -> None:
@@ -73,19 +97,31 @@ def build_units(
     """Make units and buckets, and turn the parameters into `FlatShard`s, bucket by bucket."""
     units = []
     for module, entries in plan.owners.items():
-        groups = group_parameters([(e.name, e.param.dtype, e.param.requires_grad) for e in entries])
-        buckets = [
-            _build_bucket([entries[i] for i in indices], policy, resources, sync)
-            for indices in groups.values()
-        ]
+        groups = _groups(entries)
+        buckets = [_build_bucket(group, policy, resources, sync) for group in groups]
         unit = Unit(module, buckets)
         modules = {site_module for entry in entries for site_module, _ in entry.sites}
         unit.rnns = [m for m in modules if isinstance(m, nn.RNNBase)]
         units.append(unit)
-        for indices, bucket in zip(groups.values(), buckets, strict=True):
-            _swap([entries[i] for i in indices], bucket)
+        for group, bucket in zip(groups, buckets, strict=True):
+            _swap(group, bucket)
         unit.sync_rnns()
     return units
+
+
+def _groups(entries: list[Entry]) -> list[list[Entry]]:
+    """The parameters of each of a unit's buckets."""
+    kinds = [(e.name, e.param.dtype, e.param.requires_grad) for e in entries]
+    return [[entries[i] for i in indices] for indices in group_parameters(kinds).values()]
+
+
+def _layout(entries: list[Entry], dtypes: Dtypes, world: int) -> BucketLayout:
+    return BucketLayout.build(
+        [e.name for e in entries],
+        [e.param.numel() for e in entries],
+        world=world,
+        itemsize=dtypes.itemsize,
+    )
 
 
 def _dtypes(own: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
@@ -101,12 +137,7 @@ def _build_bucket(
     comm = resources.comm
     own = entries[0].param.dtype
     dtypes = _dtypes(own, policy)
-    layout = BucketLayout.build(
-        [e.name for e in entries],
-        [e.param.numel() for e in entries],
-        world=comm.world,
-        itemsize=dtypes.itemsize,
-    )
+    layout = _layout(entries, dtypes, comm.world)
     full = torch.zeros(layout.full_numel, dtype=own, device=entries[0].param.device)
     with torch.no_grad():
         for entry, segment in zip(entries, layout.segments, strict=True):

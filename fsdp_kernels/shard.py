@@ -210,7 +210,7 @@ def fully_shard(
     where = f"fully_shard({type(module).__name__})"
     _check_arguments(where, module, strategy, mp_policy, offload_policy, prefetch)
     plan = plan_units(where, module, units)
-    chosen = pick_comm(where, comm, mesh, plan)
+    chosen = pick_comm(where, comm, mesh, plan, mp_policy)
     for inner in {unit.runtime for unit in find_units(module)}:
         inner.come_to_rest()
         if (inner.comm.rank, inner.comm.world) != (chosen.rank, chosen.world):

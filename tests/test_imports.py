@@ -141,14 +141,22 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp_kernels.comm.peer": ("fsdp_kernels.comm.base",),
     "fsdp_kernels.comm.pick": (
+        "fsdp_kernels.comm._arena_setup",
         "fsdp_kernels.comm.base",
         "fsdp_kernels.comm.nccl",
         "fsdp_kernels.comm.process_group",
+        "fsdp_kernels.comm.shared_memory",
     ),
     "fsdp_kernels.comm.process_group": ("fsdp_kernels.comm._groups", "fsdp_kernels.comm.base"),
     "fsdp_kernels._environment": ("fsdp_kernels.comm.pick",),
     "fsdp_kernels.comm._arena": ("fsdp_kernels.comm._arena_setup",),
-    "fsdp_kernels.comm.shared_memory": ("fsdp_kernels.comm._arena", "fsdp_kernels.comm.base"),
+    "fsdp_kernels.comm.shared_memory": (
+        "fsdp_kernels.comm._arena",
+        "fsdp_kernels.comm._arena_setup",
+        "fsdp_kernels.comm.base",
+        "fsdp_kernels.comm.process_group",
+        "fsdp_kernels.ops",
+    ),
     # `ops` picks one of several implementations of each kernel, and loads only that one.
     "fsdp_kernels.ops": (
         "triton_ops.adam",

@@ -21,6 +21,7 @@ NAMES = {
     "ShardedAdam",
     "ShardedAdamW",
     "ShardedModule",
+    "SharedMemoryComm",
     "__version__",
     "checkpoint",
     "environment",

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 from fsdp_kernels import _ext
+from fsdp_kernels.comm._arena_setup import Meeting
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.comm.nccl import NcclComm
 from fsdp_kernels.comm.process_group import ProcessGroupComm
+from fsdp_kernels.comm.shared_memory import SharedMemoryComm
 
-NAMES = ("process_group", "nccl")
+NAMES = ("process_group", "shared_memory", "nccl")
 
 _OLDEST_NCCL, _NEWEST_TESTED_NCCL = 22700, 23099
 
@@ -26,6 +28,11 @@ _OLDEST_NCCL, _NEWEST_TESTED_NCCL = 22700, 23099
 _nccl_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, NcclComm]] = (
     weakref.WeakKeyDictionary()
 )
+# The one over shared memory lives as long as a model uses it, since its memory only grows; ranks
+# agree each time on whether there still is one.
+_shared_comms: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, weakref.ReferenceType[SharedMemoryComm]
+] = weakref.WeakKeyDictionary()
 
 
 class Choice(NamedTuple):
@@ -80,6 +87,8 @@ def make(name: str, group: dist.ProcessGroup | None, device: torch.device) -> Co
     """
     if name == "process_group":
         return ProcessGroupComm(group)
+    if name == "shared_memory":
+        return _shared_memory(group, device)
     known = group if group is not None else dist.group.WORLD
     of_group = _nccl_comms.get(known, {}) if known is not None else {}
     made = of_group.get(device)
@@ -94,4 +103,23 @@ def make(name: str, group: dist.ProcessGroup | None, device: torch.device) -> Co
         made = NcclComm(group, device=device)
         if known is not None:
             _nccl_comms.setdefault(known, {})[device] = made
+    return made
+
+
+def _shared_memory(group: dist.ProcessGroup | None, device: torch.device) -> SharedMemoryComm:
+    if device.type != "cpu":
+        raise ValueError(
+            f"SharedMemoryComm: expected tensors on the CPU, got them on {device}. Use comm=None, "
+            "which picks."
+        )
+    known = group if group is not None else dist.group.WORLD
+    if known is not None and known in _shared_comms:
+        made = _shared_comms[known]()
+        # NOTE: one rank may have dropped its last model later than another.
+        if all(Meeting(group).share(made is not None and made.is_usable)):
+            assert made is not None
+            return made
+    made = SharedMemoryComm(group)
+    if known is not None:
+        _shared_comms[known] = weakref.ref(made)
     return made
