@@ -4,7 +4,8 @@
 A step is forward, backward, clipping, optimizer and zero_grad of a small transformer. All sides
 start from the same weights, see the same data, and must agree on the losses before they are timed.
 "Unsharded" trains on a rank's own part of the data with nobody to talk to: what is left is the
-price of the other ranks. On CPU the ranks talk over gloo, on CUDA over NCCL, a device for each.
+price of the other ranks. On CPU the ranks talk over gloo, and "ours" over shared memory too; on
+CUDA over NCCL, a device for each.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ import ranks
 import rows
 import torch
 import torch.distributed as dist
-from workloads import Shape, Side, batch, build, mean, sides
+from workloads import MAX_NORM, SHARED, Shape, Side, batch, build, mean, sides
 
 from fsdp_kernels import ProcessGroupComm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 CHECKED_STEPS = 4
+OTHERS = {
+    "fsdp2": "FSDP2",
+    "fsdp2_fused": "FSDP2, fused AdamW",
+    "ddp": "DDP",
+    "ddp_fused": "DDP, fused AdamW",
+    "unsharded": "unsharded",
+    "unsharded_fused": "unsharded, fused AdamW",
+    "process_group": "ours",
+}
+"""Key in the last line, and side."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,9 @@ def bandwidths(made: dict[str, Transfer], seconds: dict[str, list[float]]) -> di
     return {name: one.nbytes / statistics.median(seconds[name]) for name, one in made.items()}
 
 
-def measure(rank: int, world: int, shape: Shape, rounds: int) -> dict[str, Any]:
+def measure(
+    rank: int, world: int, shape: Shape, rounds: int, wanted: Callable[[str], bool]
+) -> dict[str, Any]:
     """Do everything that takes all ranks; rank 0 prints the ceiling first."""
     clock = rows.device_clock if shape.device == "cuda" else None
     moved = transfers(shape)
@@ -100,7 +113,7 @@ def measure(rank: int, world: int, shape: Shape, rounds: int) -> dict[str, Any]:
             f"gather {first['gather'] / 1e9:.2f} GB/s sent by a rank",
             flush=True,
         )
-    made = sides(shape, rank, world)
+    made = sides(shape, rank, world, wanted)
     losses = check(made, shape)
     tokens = batch(shape, CHECKED_STEPS, [rank])
     traffic = {name: count(side, tokens) for name, side in made.items()}
@@ -135,6 +148,24 @@ def tabulate(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return table
 
 
+def over_shared_memory(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Print and return how many times as long as ours over shared memory every other side takes."""
+    if SHARED not in seconds:
+        return {}
+    ratios = {
+        key: rows.ratio(seconds[name], seconds[SHARED])
+        for key, name in OTHERS.items()
+        if name in seconds
+    }
+    print(f"over {SHARED}:", ", ".join(f"{key} {value:.2f}" for key, value in ratios.items()))
+    return ratios
+
+
+def is_wanted(names: list[str] | None, side: str) -> bool:
+    """Whether a side takes part; ours and the unsharded model always do."""
+    return names is None or side in ("ours", SHARED, "unsharded", *names)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", type=int, default=2)
@@ -144,6 +175,8 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of computation")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--no-clip", action="store_true", help="do not clip gradients")
+    parser.add_argument("--sides", nargs="+", metavar="SIDE", help="beside ours and unsharded")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--record", action="store_true", help="append to bench/results/")
     args = parser.parse_args()
@@ -151,8 +184,9 @@ def main() -> None:
     print("environment")
     found = rows.describe()
     sizes = args.dim, args.layers, args.batch, args.sequence
-    shape = Shape(*sizes, DTYPES[args.dtype], args.device)
-    measured = ranks.run(measure, args.world, shape, args.rounds, device=args.device)[0]
+    shape = Shape(*sizes, DTYPES[args.dtype], args.device, None if args.no_clip else MAX_NORM)
+    wanted = partial(is_wanted, args.sides)
+    measured = ranks.run(measure, args.world, shape, args.rounds, wanted, device=args.device)[0]
     print(f"losses agree: {', '.join(f'{loss:.4f}' for loss in measured['losses']['ours'])}")
     table = tabulate(measured)
     result = {
@@ -162,9 +196,13 @@ def main() -> None:
         "rounds": args.rounds,
         "ceiling_gb_per_s": {name: value / 1e9 for name, value in measured["ceiling"].items()},
         "losses": measured["losses"],
-        "speedup_over_fsdp2": table["FSDP2"]["ratio_to_ours"],
-        "speedup_over_fsdp2_fused": table["FSDP2, fused AdamW"]["ratio_to_ours"],
-        "speedup_over_ddp": table["DDP"]["ratio_to_ours"],
+        "clip": not args.no_clip,
+        **{
+            f"speedup_over_{key}": table[name]["ratio_to_ours"]
+            for key, name in OTHERS.items()
+            if name in table
+        },
+        "shared_memory": over_shared_memory(measured["seconds"]),
         "sides": table,
         "environment": found,
     }

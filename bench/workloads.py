@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn import functional as F
 
 import fsdp_kernels
+from fsdp_kernels import _ext
 
 VOCABULARY = 256
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
@@ -24,7 +26,11 @@ MAX_NORM = 1.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model, of one rank's batch, the dtype of computation, and where it happens."""
+    """Sizes of the model, of one rank's batch, the dtype of computation, and where it happens.
+
+    Attributes:
+        max_norm: What gradients are clipped to; None: they are not.
+    """
 
     dim: int
     layers: int
@@ -32,6 +38,7 @@ class Shape:
     sequence: int
     dtype: torch.dtype
     device: str = "cpu"
+    max_norm: float | None = MAX_NORM
 
 
 class Block(nn.Module):
@@ -115,27 +122,48 @@ class Side:
         return taken
 
 
-def sides(shape: Shape, rank: int, world: int) -> dict[str, Side]:
-    """Make every side, all from the same initial weights."""
+SHARED = "ours, shared memory"
+
+
+def sides(
+    shape: Shape, rank: int, world: int, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Side]:
+    """Make the sides that are wanted, all from the same initial weights."""
     low = None if shape.dtype == torch.float32 else shape.dtype
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
-    return {
-        "ours": _ours(shape, policy, rank, fused=True),
-        "ours, torch AdamW": _ours(shape, policy, rank, fused=False),
-        "FSDP2": _fsdp2(shape, policy, rank, world, foreach=True),
-        "FSDP2, fused AdamW": _fsdp2(shape, policy, rank, world, fused=True),
-        "DDP": _plain(nn.parallel.DistributedDataParallel(build(shape)), [rank], low),
-        "unsharded": _plain(build(shape), list(range(world)), low),
+    every = list(range(world))
+    name = "process_group" if shape.device == "cpu" else None
+    ours = partial(_ours, shape, policy, rank)
+    fsdp2 = partial(_fsdp2, shape, policy, rank, world)
+
+    def ddp() -> nn.Module:
+        return nn.parallel.DistributedDataParallel(build(shape))
+
+    made: dict[str, Callable[[], Side]] = {
+        "ours": lambda: ours(name, fused=True),
+        "ours, torch AdamW": lambda: ours(name, fused=False),
+        "FSDP2": lambda: fsdp2(foreach=True),
+        "FSDP2, fused AdamW": lambda: fsdp2(fused=True),
+        "DDP": lambda: _plain(shape, ddp(), [rank], low, foreach=True),
+        "DDP, fused AdamW": lambda: _plain(shape, ddp(), [rank], low, fused=True),
+        "unsharded": lambda: _plain(shape, build(shape), every, low, foreach=True),
+        "unsharded, fused AdamW": lambda: _plain(shape, build(shape), every, low, fused=True),
     }
+    if shape.device == "cpu" and _ext.cpu() is not None:
+        made[SHARED] = lambda: ours("shared_memory", fused=True)
+    return {name: make() for name, make in made.items() if wanted(name)}
 
 
-def _ours(shape: Shape, policy: MixedPrecisionPolicy, rank: int, *, fused: bool) -> Side:
-    model: Any = fsdp_kernels.fully_shard(build(shape), units=Block, mp_policy=policy)
+def _ours(
+    shape: Shape, policy: MixedPrecisionPolicy, rank: int, comm: str | None, *, fused: bool
+) -> Side:
+    model: Any = fsdp_kernels.fully_shard(build(shape), units=Block, mp_policy=policy, comm=comm)
     if fused:
-        ours = fsdp_kernels.ShardedAdamW(model.parameters(), max_grad_norm=MAX_NORM, **ADAMW)
+        ours = fsdp_kernels.ShardedAdamW(model.parameters(), max_grad_norm=shape.max_norm, **ADAMW)
         return Side(model, ours, None, [rank])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **ADAMW)
-    return Side(model, optimizer, lambda: model.clip_grad_norm_(MAX_NORM), [rank])
+    clip = None if shape.max_norm is None else partial(model.clip_grad_norm_, shape.max_norm)
+    return Side(model, optimizer, clip, [rank])
 
 
 def _fsdp2(shape: Shape, policy: MixedPrecisionPolicy, rank: int, world: int, **form: Any) -> Side:
@@ -144,16 +172,20 @@ def _fsdp2(shape: Shape, policy: MixedPrecisionPolicy, rank: int, world: int, **
     for block in model.blocks:
         torch_fully_shard(block, mesh=mesh, mp_policy=policy)
     torch_fully_shard(model, mesh=mesh, mp_policy=policy)
-    return Side(model, torch.optim.AdamW(model.parameters(), **form, **ADAMW), _clip(model), [rank])
+    optimizer = torch.optim.AdamW(model.parameters(), **form, **ADAMW)
+    return Side(model, optimizer, _clip(shape, model), [rank])
 
 
-def _plain(model: nn.Module, ranks: list[int], low: torch.dtype | None) -> Side:
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **ADAMW)
-    return Side(model, optimizer, _clip(model), ranks, low)
+def _plain(
+    shape: Shape, model: nn.Module, ranks: list[int], low: torch.dtype | None, **form: Any
+) -> Side:
+    optimizer = torch.optim.AdamW(model.parameters(), **form, **ADAMW)
+    return Side(model, optimizer, _clip(shape, model), ranks, low)
 
 
-def _clip(model: nn.Module) -> Callable[[], Any]:
-    return lambda: nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+def _clip(shape: Shape, model: nn.Module) -> Callable[[], Any] | None:
+    norm = shape.max_norm
+    return None if norm is None else lambda: nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
 def mean(value: Tensor) -> float:
