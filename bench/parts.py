@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT_LINES, KEPT_COLUMNS = 60, 400
+_OUTCOMES = ("started", "passed", "failed", "skipped")
 
 Result = dict[str, Any]
 """`status`: passed, failed, crashed, timed out or skipped; `why`; `seconds`; `output`; figures."""
@@ -89,20 +90,24 @@ class Tests(Part):
         if importlib.util.find_spec("pytest") is None:
             why = "expected pytest to run the tests with, found none. Install pytest (>= 8)"
             return {"status": "failed", "why": why, "seconds": 0.0}
-        options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *self.command]
+        plugins = ["-p", "no:cacheprovider", "-p", "bench.kept_results"]
+        options = ["-m", "pytest", "-q", *plugins, *self.command]
         if self.workers > 1 and importlib.util.find_spec("xdist") is not None:
             options += ["-n", str(self.workers)]
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "junit.xml"
             command = [sys.executable, *options, f"--junitxml={report}"]
-            result, _ = execute(command, limit_s, self.environ)
+            kept = report.with_name("kept.jsonl")
+            environ = {**self.environ, "KEPT_RESULTS": str(kept)}
+            result, _ = execute(command, limit_s, environ)
+            if not report.exists() and kept.exists():  # a run that was cut leaves no report
+                return result | _kept(kept.read_text())
             return result | self._read(report, result["status"])
 
     def _read(self, report: Path, status: str) -> Result:
         try:
             suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
         except (OSError, ElementTree.ParseError, StopIteration):
-            # A run that was cut leaves no report.
             return {} if status != "passed" else {"status": "failed", "why": "no test report"}
         counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors")}
         counts["skipped"] = int(suite.get("skipped", 0))
@@ -112,6 +117,25 @@ class Tests(Part):
             why = "no test ran: " + ("; ".join(reasons) or "none was collected")
             found |= skipped(why) if self.may_skip and reasons else {"status": "failed", "why": why}
         return found
+
+
+def _kept(lines: str) -> Result:
+    """Return what is known of tests that were not all run; the last line may be half written."""
+    last: dict[str, Result] = {}
+    for line in lines.splitlines():
+        with suppress(json.JSONDecodeError):
+            read = json.loads(line)
+            last[read["test"]] = read
+    of = {name: [r for r in last.values() if r["outcome"] == name] for name in _OUTCOMES}
+    return {
+        "tests": len(last),
+        "failures": len(of["failed"]),
+        "skipped": len(of["skipped"]),
+        "passed_tests": [one["test"] for one in of["passed"]],
+        "failed_tests": {one["test"]: one["message"][: 2 * KEPT_COLUMNS] for one in of["failed"]},
+        "skip_reasons": dict(Counter(one["message"] for one in of["skipped"])),
+        "unfinished_tests": [one["test"] for one in of["started"]],
+    }
 
 
 def _outcomes(suite: ElementTree.Element) -> tuple[dict[str, str], dict[str, int]]:

@@ -221,6 +221,8 @@ def test_tests_that_hang_show_where(
     command = write_tests(
         tmp_path,
         "def test_good(): pass",
+        "def test_bad(): assert 1 == 2, 'on purpose'",
+        "def test_skipped(): pytest.skip('no such thing here')",
         "def test_hangs():",
         f"    open({str(started)!r}, 'w')",
         "    time.sleep(999)",
@@ -228,11 +230,19 @@ def test_tests_that_hang_show_where(
     result = parts.Tests("a", 3, command).run(5)
     assert result["status"] == "timed out"
     assert any("in test_hangs" in line for line in result["output"])
+    assert (result["tests"], result["failures"], result["skipped"]) == (4, 1, 1)
+    assert [name.partition("::")[2] for name in result["passed_tests"]] == ["test_good"]
+    assert [name.partition("::")[2] for name in result["unfinished_tests"]] == ["test_hangs"]
+    ((bad, message),) = result["failed_tests"].items()
+    assert bad.endswith("::test_bad")
+    assert "on purpose" in message
+    assert result["skip_reasons"] == {"no such thing here": 1}
 
 
 def test_tests_that_crash_say_so(parts: ModuleType, tmp_path: Path) -> None:
     result = parts.Tests("a", 9, write_tests(tmp_path, "def test_dies(): os.abort()")).run(60)
     assert (result["status"], result["why"]) == ("crashed", "ended by SIGABRT")
+    assert len(result["unfinished_tests"]) == 1
 
 
 def test_workers_share_the_tests(parts: ModuleType, tmp_path: Path) -> None:
@@ -331,7 +341,8 @@ def gpu_check(parts: ModuleType) -> ModuleType:
 
 def test_all_parts_fit_into_eight_minutes(gpu_check: ModuleType) -> None:
     reserved = sum(part.reserved_s for part in gpu_check.PARTS)
-    assert reserved <= gpu_check.LIMIT_S <= 475
+    # Ending a part that hangs, and starting Python, take a little too.
+    assert reserved + 10 <= gpu_check.LIMIT_S <= 475
     names = [part.name for part in gpu_check.PARTS]
     assert len(set(names)) == len(names)
     assert names[:2] == ["device", "build"]
