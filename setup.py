@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the compiled modules: from FSDP_KERNELS_CUDA, CUDA_HOME, CXX, CXXFLAGS and the files here.
+"""Build the compiled modules, from the files here, CUDA_HOME, NCCL_HOME, CXX, CXXFLAGS, and
 
-FSDP_KERNELS_CUDA: ``auto`` (build the CUDA parts where the toolkit and the NCCL headers are),
-``require`` (fail where they are not) or ``skip``. Nothing is downloaded, no hardware is looked at.
+FSDP_KERNELS_CUDA: ``auto`` (build the CUDA kernels, and the NCCL module, where what they need is),
+``require`` (fail where it is not) or ``skip``. Nothing is downloaded, no hardware is looked at.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-er
 # What the kernels are compiled for, as far as the toolkit can; of the last one there is PTX too, so
 # that every device from compute capability 8.0 on runs one of these.
 ARCHITECTURES = (80, 90, 100)
+OLDEST_NCCL = [2, 27]
 
 
 class Cuda(NamedTuple):
-    """Where the CUDA toolkit's own root, its libraries and the NCCL package lie."""
+    """The CUDA toolkit's own root, where its libraries lie, and NCCL's root; "" for no NCCL."""
 
     home: str
     lib: str
@@ -52,6 +53,17 @@ def toolkit_root(environ: Mapping[str, str]) -> str:
     return environ.get("CUDA_HOME") or "/usr/local/cuda"
 
 
+def find_nccl(environ: Mapping[str, str], system: str = "/usr") -> str:
+    """Return NCCL's root: NCCL_HOME, else the nvidia package's or the system's; "" for none."""
+    folders = getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or []
+    places = [*(f"{folder}/nccl" for folder in folders), system]
+    for root in [environ["NCCL_HOME"]] if environ.get("NCCL_HOME") else places:
+        text = Path(h).read_text() if exists(h := f"{root}/include/nccl.h") else ""
+        if [int(n) for n in re.findall(r"define NCCL_(?:MAJOR|MINOR) (\d+)", text)] >= OLDEST_NCCL:
+            return root
+    return ""
+
+
 def find_cuda(environ: Mapping[str, str]) -> Cuda | str:
     """Return what the CUDA parts are built against, or the words that say why they are not."""
     if (mode := environ.get("FSDP_KERNELS_CUDA", "auto")) not in ("auto", "require", "skip"):
@@ -60,15 +72,12 @@ def find_cuda(environ: Mapping[str, str]) -> Cuda | str:
         return "FSDP_KERNELS_CUDA=skip"
     home = toolkit_root(environ)
     lib = f"{home}/lib64" if exists(f"{home}/lib64") else f"{home}/lib"
-    needed = ["bin/nvcc", "include/cuda_runtime.h", f"{os.path.basename(lib)}/libcudart_static.a"]
-    absent = [f"{home}/{file}" for file in needed if not exists(f"{home}/{file}")]
-    missing = [f"{file} (is CUDA_HOME the toolkit's root?)" for file in absent]
-    package = importlib.util.find_spec("nvidia")  # a namespace package: nothing of NCCL is imported
-    places = (package and package.submodule_search_locations) or []
-    nccl = next((f"{path}/nccl" for path in places if exists(f"{path}/nccl/include/nccl.h")), None)
-    if nccl and not missing:
+    needed = [f"{home}/bin/nvcc", f"{home}/include/cuda_runtime.h", f"{lib}/libcudart_static.a"]
+    missing = [f"{f} (is CUDA_HOME the toolkit's root?)" for f in needed if not exists(f)]
+    nccl = find_nccl(environ)
+    if not missing and (nccl or mode == "auto"):
         return Cuda(home, lib, nccl)
-    missing += [] if nccl else ["nccl.h (pip install nvidia-nccl-cu13; no build isolation)"]
+    missing += [] if nccl else ["nccl.h of 2.27 (NCCL_HOME, or pip install nvidia-nccl-cu13)"]
     if mode == "require":
         sys.exit(f"FSDP_KERNELS_CUDA=require: cannot build without {', '.join(missing)}.")
     return f"no {', no '.join(missing)}"
@@ -101,16 +110,17 @@ def extensions(cuda: Cuda | str) -> list[Extension]:
 
     modules = [module("cpu", [], ["-pthread"])]
     if isinstance(cuda, Cuda):
-        includes = [f"{cuda.home}/include", f"{cuda.nccl}/include"]
+        # The system's own folder is not named: that would change the order of its headers.
+        includes = [f"{top}/include" for top in (cuda.home, cuda.nccl) if top not in ("", "/usr")]
         # Hidden, so that no call lands in torch's copy: that one does not know our kernels.
-        runtime = [f"{cuda.lib}/libcudart_static.a", "-Wl,--exclude-libs,ALL"]
-        runtime += ["-pthread", "-ldl", "-lrt"]
-        modules.append(module("cuda", includes, runtime))
+        libs = [f"{cuda.lib}/libcudart_static.a", "-Wl,--exclude-libs,ALL"]
+        libs += ["-pthread", "-ldl", "-lrt"]
+        modules.append(module("cuda", includes, libs))
         # The wheel has no libnccl.so link, hence the versioned name. When torch has loaded its own
         # copy, the loader takes that; the run path serves an import without it.
         paths = f"$ORIGIN/../nvidia/nccl/lib:{cuda.nccl}/lib"
-        link = [f"-L{cuda.nccl}/lib", "-l:libnccl.so.2", f"-Wl,-rpath,{paths}", *runtime]
-        modules.append(module("nccl", includes, link))
+        link = [f"-L{cuda.nccl}/lib", "-l:libnccl.so.2", f"-Wl,-rpath,{paths}", *libs]
+        modules += [module("nccl", includes, link)] if cuda.nccl else []
     return modules
 
 
@@ -120,21 +130,18 @@ class NinjaBuild(build_ext):
     def build_extensions(self) -> None:
         tree, built = f"build/ninja-{sys.implementation.cache_tag}", {}
         cxx = f"{os.environ.get('CXX', 'g++')} {FLAGS} -Werror {os.environ.get('CXXFLAGS', '')}"
-        lines = [f"builddir = {tree}", f"cxx = {cxx}", "rule cc", " depfile = $out.d"]
-        lines += [" deps = gcc", " command = $cxx -MMD -MF $out.d $flags -c $in -o $out"]
+        rule = " depfile = $out.d\n deps = gcc\n command = {} -MMD -MF $out.d $flags -c $in -o $out"
+        lines = [f"builddir = {tree}", f"cxx = {cxx}", "rule cpp", rule.format("$cxx")]
         if any(source.endswith(".cu") for ext in self.extensions for source in ext.sources):
-            nvcc = nvcc_command(toolkit_root(os.environ), cxx)
-            lines += ["rule cu", " depfile = $out.d", " deps = gcc"]
-            lines += [f" command = {nvcc} -MMD -MF $out.d $flags -c $in -o $out"]
+            lines += ["rule cu", rule.format(nvcc_command(toolkit_root(os.environ), cxx))]
         lines += ["rule ld", " command = $cxx -shared $in -o $out $flags"]
         for ext in self.extensions:
             name = ext.name.rpartition(".")[2]
             system = [*ext.include_dirs, pybind11.get_include(), sysconfig.get_paths()["include"]]
             flags = " -isystem ".join(["-Icsrc", *map(shlex.quote, system)])
             objects = [f"{tree}/{name}/{source}.o" for source in ext.sources]
-            for source, made in zip(ext.sources, objects, strict=True):
-                rule = "cu" if source.endswith(".cu") else "cc"
-                lines += [f"build {made}: {rule} {source}", f" flags = {flags}"]
+            for source, obj in zip(ext.sources, objects, strict=True):
+                lines += [f"build {obj}: {source.rpartition('.')[2]} {source}", f" flags = {flags}"]
             built[ext.name] = f"{tree}/{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
             flags = shlex.join(ext.extra_link_args).replace("$", "$$")
             lines += [f"build {built[ext.name]}: ld {' '.join(objects)}", f" flags = {flags}"]
@@ -148,7 +155,6 @@ class NinjaBuild(build_ext):
 
 if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
-    found = find_cuda(os.environ)
-    modules = extensions(found)
+    modules = extensions(found := find_cuda(os.environ))
     print("fsdp_kernels:", *(m.name for m in modules), "; CUDA parts:", found, flush=True)
     setup(ext_modules=modules, cmdclass={"build_ext": NinjaBuild})

@@ -156,6 +156,8 @@ def _headers() -> list[str]:
     found = setup.find_cuda({**os.environ, "FSDP_KERNELS_CUDA": "auto"})
     if isinstance(found, str):
         pytest.skip(f"the simulated NCCL is not built: {found}", allow_module_level=True)
+    if not found.nccl:
+        pytest.skip("the simulated NCCL is not built: no nccl.h", allow_module_level=True)
     return [f"{found.home}/include", f"{found.nccl}/include"]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +48,7 @@ def test_no_torch_header_is_included() -> None:
 def test_the_build_reads_only_the_environment_that_it_names() -> None:
     text = (ROOT / "setup.py").read_text()
     named = set(re.findall(r'environ(?:\.get)?[\[(]"?\'?([A-Z_]+)', text))
-    assert named == {"FSDP_KERNELS_CUDA", "CUDA_HOME", "CXX", "CXXFLAGS", "PATH"}
+    assert named == {"FSDP_KERNELS_CUDA", "CUDA_HOME", "NCCL_HOME", "CXX", "CXXFLAGS", "PATH"}
     assert "import torch" not in text
 
 
@@ -66,6 +68,46 @@ def test_require_fails_with_a_sentence(build: dict[str, Any], tmp_path: Path) ->
     message = rf"FSDP_KERNELS_CUDA=require: cannot build without {tmp_path}/bin/nvcc \(is CUDA_HOME"
     with pytest.raises(SystemExit, match=message):
         build["find_cuda"](environ)
+
+
+def fake_nccl(root: Path, minor: int) -> str:
+    (root / "include").mkdir(parents=True)
+    header = root / "include" / "nccl.h"
+    header.write_text(f"#define NCCL_MAJOR 2\n#define NCCL_MINOR {minor}\n#define NCCL_PATCH 7\n")
+    return str(root)
+
+
+def test_nccl_is_looked_for_where_it_is_named(
+    build: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, old = fake_nccl(tmp_path / "given", 28), fake_nccl(tmp_path / "old", 26)
+    package = fake_nccl(tmp_path / "nvidia" / "nccl", 27)
+    system = fake_nccl(tmp_path / "usr", 30)
+    find = build["find_nccl"]
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert find({"NCCL_HOME": given}, system) == given
+    assert find({"NCCL_HOME": old}, system) == "", "built against another one than was named"
+    assert find({}, system) == package
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find({}, system) == system
+    assert find({}, old) == ""
+
+
+def test_without_nccl_the_cuda_kernels_are_built_all_the_same(
+    build: dict[str, Any], tmp_path: Path
+) -> None:
+    home = fake_toolkit(tmp_path / "toolkit", "")
+    for file in ("include/cuda_runtime.h", "lib64/libcudart_static.a"):
+        (tmp_path / "toolkit" / file).parent.mkdir()
+        (tmp_path / "toolkit" / file).touch()
+    environ = {"CUDA_HOME": home, "NCCL_HOME": str(tmp_path)}
+    found = build["find_cuda"](environ)
+    assert (found.home, found.nccl) == (home, "")
+    names = [one.name.rpartition(".")[2] for one in build["extensions"](found)]
+    assert names == ["_cpu", "_cuda"]
+    with pytest.raises(SystemExit, match=r"=require: cannot build without nccl\.h of 2\.27"):
+        build["find_cuda"]({**environ, "FSDP_KERNELS_CUDA": "require"})
 
 
 def test_an_unknown_mode_is_refused(build: dict[str, Any]) -> None:
