@@ -34,15 +34,20 @@ class NcclOptions:
         min_ctas: Fewest thread blocks of a collective; 0 leaves it to NCCL.
         max_ctas: Most thread blocks; 0 leaves it to NCCL. Fewer leave more of the device to
             computation that runs beside.
-        gather_cta_policy: "efficiency" lets gathers use fewer blocks where bandwidth allows;
-            "zero" lets copy engines do them where NCCL can, and needs `registration="symmetric"`.
-        blocking: Use blocking communicators: a call to NCCL may then hang where otherwise it is
-            bounded by the time limit.
+        gather_cta_policy: Of gathers alone. "efficiency" lets them use fewer blocks where
+            bandwidth allows; "zero" lets copy engines do them where NCCL (2.28 or later) can, and
+            needs `registration="symmetric"`.
+        blocking: Use blocking communicators: a call to NCCL may then last until the watchdog
+            aborts. Otherwise NCCL launches each collective from a thread that it makes for that.
         timeout_s: Seconds that a collective may take before it is an error; None takes the process
             group's.
-        registration: What is done with the memory of full buckets: "local" registers it with NCCL,
-            "symmetric" as windows that the ranks of an NVLink domain address directly, "none"
-            leaves it alone.
+        registration: What is done with the memory of full buckets, whose shards come from torch's
+            allocator. "local" registers it with NCCL: gathers in rings within one host then write
+            it without a copy, and NVLink switches can sum what reductions send; between hosts NCCL
+            needs the shard registered too, so it changes nothing there. "symmetric" makes windows
+            of full parameters, which ranks of an NVLink domain address directly; of gradients,
+            which ranks pack in orders of their own, it does what "local" does. "none" leaves all
+            memory alone.
     """
 
     min_ctas: int = 0
