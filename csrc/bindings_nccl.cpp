@@ -37,7 +37,7 @@ Address address(T* handle) {
   return reinterpret_cast<Address>(handle);
 }
 
-// Destructors here wait for the device, or for NCCL; Python calls them with its lock held.
+// Destructors here may wait for the device, or for NCCL; Python calls them with its lock held.
 template <class T>
 std::shared_ptr<T> freed_unlocked(std::shared_ptr<T> owner) {
   T* const object = owner.get();
@@ -75,10 +75,7 @@ void bind_ticket(py::module_& m) {
       .def(
           "wait", [](const Ticket& self, Address on) { self.wait(stream(on)); }, "stream"_a,
           Unlocked(), "Let the stream wait; raise if the communicator has failed.")
-      .def("synchronize", &Ticket::synchronize, Unlocked(), "Let the host wait.")
-      .def("is_done", &Ticket::is_done, Unlocked())
       .def_property_readonly("label", &Ticket::label)
-      .def_property_readonly("operation", &Ticket::operation)
       .def_property_readonly("event_id", &Ticket::event_id)
       .def_property_readonly("started_id", &Ticket::started_id)
       .def_property_readonly("stream", [](const Ticket& self) { return address(self.stream()); });
@@ -196,6 +193,8 @@ void bind_communicator(py::module_& m) {
 }  // namespace
 
 PYBIND11_MODULE(FK_NCCL_MODULE, m) {
+  // Local too, as the types are.
+  py::register_local_exception<nccl::OutOfMemory>(m, "OutOfMemoryError", PyExc_RuntimeError);
   m.doc() = "Communicators of NCCL, and what it answers without a device.";
   bind_library(m);
   bind_ticket(m);

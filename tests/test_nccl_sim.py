@@ -14,7 +14,10 @@ from harness import run_ranks
 
 SIM = nccl_sim.load()
 
-PROGRAMS = ("test_table", "test_training", "test_errors", "test_lifetime", "test_threads")
+PROGRAMS = (
+    *("test_table", "test_training", "test_errors", "test_abort", "test_capture"),
+    *("test_lifetime", "test_memory", "test_threads"),
+)
 
 
 def run(program: str, sanitizer: str | None = None) -> None:
@@ -38,6 +41,18 @@ def test_failures_end_the_communicator_with_their_whole_text() -> None:
 
 def test_beginning_and_end_of_a_communicator() -> None:
     run("test_lifetime")
+
+
+def test_the_memory_that_it_hands_out() -> None:
+    run("test_memory")
+
+
+def test_aborts_where_one_communicator_waits_for_another() -> None:
+    run("test_abort")
+
+
+def test_captures_of_graphs_beside_it() -> None:
+    run("test_capture")
 
 
 def test_several_host_threads_in_one_communicator() -> None:
@@ -86,7 +101,7 @@ def collectives(rank: int, world: int, ids: tuple[bytes, bytes], policy: str) ->
             "r", mine.data_ptr(), low.data_ptr(), mine.numel(), "bfloat16", 0
         )
         assert reduced.event_id > gathered.event_id > 0
-        reduced.synchronize()
+        reduced.wait(0)
         total = sum((full.bfloat16() * (r + 1))[rank].float() for r in range(world))
         assert torch.equal(mine, total.bfloat16())
     comm.close()
@@ -114,7 +129,7 @@ def thread_ranks(rank: int, world: int, ids: list[bytes]) -> None:
         comm.end_group(0)
         ticket.wait(0)
         ticket = comm.all_reduce("a", full.data_ptr(), full.numel(), "float32", "max", 0)
-        ticket.synchronize()
+        ticket.wait(0)
         del ticket, buffer
         comm.close()
         return full.tolist()

@@ -14,6 +14,8 @@ const Api& default_api() {
       .cudaStreamCreateWithPriority = ::cudaStreamCreateWithPriority,
       .cudaStreamDestroy = ::cudaStreamDestroy,
       .cudaStreamWaitEvent = ::cudaStreamWaitEvent,
+      .cudaStreamIsCapturing = ::cudaStreamIsCapturing,
+      .cudaThreadExchangeStreamCaptureMode = ::cudaThreadExchangeStreamCaptureMode,
       .cudaEventCreateWithFlags = ::cudaEventCreateWithFlags,
       .cudaEventDestroy = ::cudaEventDestroy,
       .cudaEventRecord = ::cudaEventRecord,

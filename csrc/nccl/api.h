@@ -19,6 +19,8 @@ struct Api {
   cudaError_t (*cudaStreamCreateWithPriority)(cudaStream_t* stream, unsigned flags, int priority);
   cudaError_t (*cudaStreamDestroy)(cudaStream_t stream);
   cudaError_t (*cudaStreamWaitEvent)(cudaStream_t stream, cudaEvent_t event, unsigned flags);
+  cudaError_t (*cudaStreamIsCapturing)(cudaStream_t stream, cudaStreamCaptureStatus* status);
+  cudaError_t (*cudaThreadExchangeStreamCaptureMode)(cudaStreamCaptureMode* mode);
   cudaError_t (*cudaEventCreateWithFlags)(cudaEvent_t* event, unsigned flags);
   cudaError_t (*cudaEventDestroy)(cudaEvent_t event);
   cudaError_t (*cudaEventRecord)(cudaEvent_t event, cudaStream_t stream);

@@ -3,8 +3,6 @@
 
 #include <cstring>
 #include <stdexcept>
-#include <system_error>
-#include <thread>
 #include <utility>
 
 #include "nccl/poll.h"
@@ -15,6 +13,9 @@ namespace {
 // For how long abort() lets another thread finish the call that it is in. Only a blocking
 // communicator has calls that do not return at once; those end when NCCL's abort flag is up.
 constexpr double kAbortPatience = 1.0;
+
+// For how long a communicator that could not be made may take to go.
+constexpr double kGoingPatience = 5.0;
 
 }  // namespace
 
@@ -79,6 +80,7 @@ void Channel::open(const std::string& unique_id) {
   }
   const std::string problem = explain(result);
   abort();
+  if (const auto late = await_end(kGoingPatience)) print(*late);
   context_->failure.raise_if_set();
   throw std::runtime_error(cat(where(), ": expected all ", context_->world,
                                " ranks to join within ", seconds(config_.init_timeout_s),
@@ -179,35 +181,56 @@ void Channel::abort() noexcept {
   }
   joined_.store(false, std::memory_order_release);
   const ncclComm_t comm = comm_.exchange(nullptr);
-  if (comm != nullptr) context_->api.ncclCommAbort(comm);
+  if (lock.owns_lock()) lock.unlock();  // nobody else has it now, and nobody is kept waiting
+  if (comm != nullptr) end(context_->api.ncclCommAbort, comm);
+}
+
+void Channel::end(ncclResult_t (*call)(ncclComm_t), ncclComm_t comm) noexcept {
+  // Itself too: NCCL may write to made_ until it is through. (Null where nobody owns it any more.)
+  const auto run = [self = weak_from_this().lock(), context = context_, call, comm] {
+    context->api.cudaSetDevice(context->device);  // a thread's own: nothing to restore
+    const RelaxedCapture relaxed(context->api);
+    call(comm);
+  };
+  const std::lock_guard lock(end_mutex_);
+  end_ = Task(run);
+}
+
+std::optional<std::string> Channel::await_end(double limit_s) const {
+  Task task;
+  {
+    const std::lock_guard lock(end_mutex_);
+    task = end_;
+  }
+  if (task.wait(limit_s)) return std::nullopt;
+  return cat(where(), ": expected NCCL to let go of it within ", seconds(limit_s),
+             ", got no answer on rank ", context_->rank,
+             ". A kernel or another communicator holds its stream: abort that one too. A thread is "
+             "left behind, which waits for it.");
 }
 
 ncclResult_t Channel::begin_finalize(double limit_s) noexcept {
-  const auto call = [this] {
+  if (!config_.blocking) {
     return locked([&](ncclComm_t comm) { return context_->api.ncclCommFinalize(comm); });
-  };
-  if (!config_.blocking) return call();
-  // It returns when all ranks have called it, or when it is aborted: not on this thread.
-  std::atomic<ncclResult_t> result{ncclInProgress};
-  std::thread caller;
-  try {
-    caller = std::thread([&] { result = call(); });
-  } catch (const std::system_error&) {
-    abort();  // this process can have no more threads
-    return ncclInProgress;
   }
+  // It returns when all ranks have called it, or when it is aborted: not on this thread.
+  const auto result = std::make_shared<std::atomic<ncclResult_t>>(ncclInProgress);
+  const Task task([self = shared_from_this(), result] {
+    *result =
+        self->locked([&](ncclComm_t comm) { return self->context_->api.ncclCommFinalize(comm); });
+  });
   const Stopwatch watch;
-  for (Backoff backoff; result == ncclInProgress; backoff.pause()) {
+  for (Backoff backoff; *result == ncclInProgress; backoff.pause()) {
     if (context_->failure.is_set() || watch.seconds() > limit_s) break;
   }
-  if (result == ncclInProgress) abort();
-  caller.join();
-  return result;
+  if (*result != ncclInProgress) return *result;
+  abort();
+  task.wait(kAbortPatience);
+  return ncclInProgress;
 }
 
 std::optional<std::string> Channel::finalize(double limit_s) noexcept {
   if (!is_open()) return std::nullopt;
-  const Api& api = context_->api;
   const ncclResult_t result = begin_finalize(limit_s);
   if (const auto problem = settle(result, limit_s)) {
     abort();
@@ -215,9 +238,10 @@ std::optional<std::string> Channel::finalize(double limit_s) noexcept {
                *problem, ". It was aborted; close it on all ranks.");
   }
   joined_.store(false, std::memory_order_release);
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const ncclComm_t comm = comm_.exchange(nullptr);
-  if (comm != nullptr) api.ncclCommDestroy(comm);
+  lock.unlock();
+  if (comm != nullptr) end(context_->api.ncclCommDestroy, comm);
   return std::nullopt;
 }
 

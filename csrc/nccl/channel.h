@@ -11,6 +11,7 @@
 
 #include "nccl/context.h"
 #include "nccl/operation.h"
+#include "nccl/task.h"
 
 namespace fk::nccl {
 
@@ -24,7 +25,7 @@ struct ChannelConfig {
 // NCCL allows one thread at a time in a communicator, so every call of it is made under a lock
 // that is held for that call only. Polling asks anew each time, and gives up when the context has
 // failed: whoever aborts never waits for whoever polls.
-class Channel {
+class Channel : public std::enable_shared_from_this<Channel> {
  public:
   // Makes the stream. `role` tells the two apart in messages and in NCCL's log.
   Channel(std::shared_ptr<Context> context, const ChannelConfig& config, const char* role);
@@ -55,10 +56,17 @@ class Channel {
   void remove_window(ncclWindow_t window) noexcept;
 
   // Ends what is on the device and frees the communicator. Any thread, at any time, repeatedly.
+  //
+  // NOTE: NCCL's call returns when the communicator's stream has come to its end, and that may be
+  // behind a collective of another communicator, which may need its own abort first. So it is made
+  // on a thread of its own, and this does not wait for it.
   void abort() noexcept;
 
   // Waits for the other ranks and frees the communicator; aborts after `limit_s`, and says so.
   std::optional<std::string> finalize(double limit_s) noexcept;
+
+  // After one of these two: what is wrong if NCCL has not let go of it within `limit_s`.
+  std::optional<std::string> await_end(double limit_s) const;
 
   // Aborts what is open, and destroys the stream. In a forked child, nothing.
   void destroy() noexcept;
@@ -72,6 +80,8 @@ class Channel {
   ncclResult_t poll(ncclResult_t result, double limit_s);
   std::string explain(ncclResult_t result);
   ncclResult_t begin_finalize(double limit_s) noexcept;
+  // Makes NCCL's last call of it, which frees it, in the background.
+  void end(ncclResult_t (*call)(ncclComm_t), ncclComm_t comm) noexcept;
   // The same in words; nothing if it went well.
   std::optional<std::string> settle(ncclResult_t result, double limit_s);
   ncclResult_t state_of(ncclComm_t comm);
@@ -88,6 +98,8 @@ class Channel {
   ncclComm_t made_ = nullptr;              // NCCL's, which may write it in the background
   std::atomic<ncclComm_t> comm_{nullptr};  // changed under the lock; abort() may go without
   std::atomic<bool> joined_{false};
+  mutable std::mutex end_mutex_;
+  Task end_;
 };
 
 }  // namespace fk::nccl

@@ -14,7 +14,7 @@ Communicator::Communicator(const Api& api, const Options& options, const std::st
   check_version(api, options);
   state_ = std::make_unique<State>(api, options);
   state_->channels[State::kGather]->open(unique_id);
-  state_->watchdog.start();
+  state_->watchdog->start();
 }
 
 Communicator::~Communicator() {
@@ -27,7 +27,7 @@ Communicator::~Communicator() {
 }
 
 void Communicator::open_reductions(const std::string& unique_id) {
-  const std::string where = state_->where();
+  const std::string& where = state_->where;
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
   state_->require_usable(where, "open_reductions");
@@ -39,18 +39,23 @@ void Communicator::open_reductions(const std::string& unique_id) {
   }
   channel->open(unique_id);
   const DeviceGuard guard(*state_->context, where);
-  state_->memory.attach(channel);
+  try {
+    state_->memory.attach(channel);
+  } catch (const MemoryBroken& broken) {
+    state_->fail(broken.what());
+    throw;
+  }
 }
 
 bool Communicator::has_reductions() const { return state_->channels[State::kReduce]->is_open(); }
 
 cudaStream_t Communicator::gather_stream() const {
-  state_->require_open(state_->where());
+  state_->require_open(state_->where);
   return state_->channels[State::kGather]->stream();
 }
 
 cudaStream_t Communicator::reduce_stream() const {
-  state_->require_open(state_->where());
+  state_->require_open(state_->where);
   return state_->channels[State::kReduce]->stream();
 }
 
@@ -116,7 +121,7 @@ Communicator::TicketPtr Communicator::broadcast(const std::string& label, void* 
 }
 
 void Communicator::begin_group() {
-  const std::string where = state_->where();
+  const std::string& where = state_->where;
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
   state_->require_usable(where, "begin_group");
@@ -129,7 +134,7 @@ void Communicator::begin_group() {
 }
 
 void Communicator::end_group(cudaStream_t compute) {
-  const std::string where = state_->where();
+  const std::string& where = state_->where;
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
   try {
@@ -153,7 +158,7 @@ void Communicator::cancel_group() noexcept {
 }
 
 std::shared_ptr<Buffer> Communicator::allocate(size_t nbytes, bool collective) {
-  const std::string where = state_->where();
+  const std::string& where = state_->where;
   state_->context->require_owner(where);
   const std::lock_guard lock(state_->mutex);
   state_->require_usable(where, "allocate");
@@ -161,8 +166,8 @@ std::shared_ptr<Buffer> Communicator::allocate(size_t nbytes, bool collective) {
   const DeviceGuard guard(*state_->context, where);
   try {
     return state_->memory.allocate(nbytes, collective, state_->open_channels());
-  } catch (const ChannelBroken& broken) {
-    state_->fail(state_->context->failed(where, "ncclCommWindowRegister", broken.what()));
+  } catch (const MemoryBroken& broken) {
+    state_->fail(broken.what());
     state_->context->failure.raise_if_set();
     throw;
   }
@@ -177,7 +182,7 @@ std::string Communicator::failure() const { return state_->context->failure.text
 void Communicator::abort(const std::string& why) noexcept {
   if (state_->context->forked() || !state_->is_alive()) return;
   state_->context->failure.set(
-      cat(state_->where(), ": expected no abort, got one on rank ", state_->options.rank, ": ", why,
+      cat(state_->where, ": expected no abort, got one on rank ", state_->options.rank, ": ", why,
           ". What was computed since is undefined: restart from the last checkpoint."));
   state_->abort_channels();
 }

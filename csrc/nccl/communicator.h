@@ -56,8 +56,10 @@ class Communicator {
   void end_group(cudaStream_t compute);
   void cancel_group() noexcept;  // what was queued is dropped: its tickets throw
 
-  // Null where NCCL's allocator gives none, which a message explains. `collective`: every rank
-  // allocates the same at this point, which symmetric registration needs (else it is local).
+  // Null where NCCL's allocator has given none so far, which a message explains; later,
+  // OutOfMemory. `collective`: every rank allocates the same at this point, which symmetric
+  // registration needs (else it is local). Buffers that were dropped are freed first, and before a
+  // collective.
   std::shared_ptr<Buffer> allocate(size_t nbytes, bool collective);
 
   // Registers later buffers no further than this: what all ranks agreed that they have.
@@ -68,10 +70,11 @@ class Communicator {
 
   std::string failure() const;  // empty: none
 
-  // Ends what is on the device. Later calls throw a text with `why`.
+  // Ends what is on the device, and does not wait for it. Later calls throw a text with `why`.
   void abort(const std::string& why) noexcept;
 
-  // Waits for the work in flight and for the peers, within limits. A second call does nothing.
+  // Waits for the work in flight and for the peers, within limits, also where what ends a
+  // communicator is held up by another: messages say so. A second call does nothing.
   void close() noexcept;
 
  private:

@@ -47,4 +47,20 @@ class DeviceGuard {
   int previous_ = -1;  // -1: nothing to restore
 };
 
+// Lets this thread ask CUDA what a capture in another thread forbids by default, where the question
+// would also end the capture.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Api& api) : api_(api) { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  void exchange() { api_.cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+  const Api& api_;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 }  // namespace fk::nccl

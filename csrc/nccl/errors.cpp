@@ -36,6 +36,12 @@ void check(const Api& api, cudaError_t error, const std::string& where, const ch
       cat(where, ": expected ", expected, ", got ", describe(api, error), ". ", advice));
 }
 
+void print(const std::string& text) { std::fprintf(stderr, "fsdp_kernels: %s\n", text.c_str()); }
+
+bool is_of_capture(cudaError_t error) {
+  return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
+}
+
 bool Failure::set(const std::string& text) {
   const std::lock_guard lock(mutex_);
   if (set_.load(std::memory_order_relaxed)) return false;

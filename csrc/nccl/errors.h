@@ -31,6 +31,12 @@ std::string seconds(double value);
 void check(const Api& api, cudaError_t error, const std::string& where, const char* expected,
            const char* advice);
 
+// A line on stderr, for users whose program hears nothing.
+void print(const std::string& text);
+
+// What CUDA answers because of a graph's capture, of whatever stream and thread.
+bool is_of_capture(cudaError_t error);
+
 // Set once and never cleared: what is raised from then on is the first failure, not its
 // consequences. Any thread.
 class Failure {

@@ -66,9 +66,4 @@ void EventPool::close() noexcept {
   for (const cudaEvent_t handle : unused) context_->api.cudaEventDestroy(handle);
 }
 
-size_t EventPool::size() const {
-  const std::lock_guard lock(mutex_);
-  return size_;
-}
-
 }  // namespace fk::nccl

@@ -34,8 +34,6 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   // Destroys what is unused now, and the rest when it comes back.
   void close() noexcept;
 
-  size_t size() const;  // events made and not destroyed
-
  private:
   cudaEvent_t take(const std::string& where);
   void give_back(cudaEvent_t handle) noexcept;

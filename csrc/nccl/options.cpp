@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kZeroPolicy = 2;  // NCCL_CTA_POLICY_ZERO, which headers name from 2.28
 constexpr int kOldest = 22700;  // has symmetric windows and CTA policies
+constexpr int kOldestWithZero = 22800;
 
 void require(bool condition, const Options& options, const std::string& expected,
              const std::string& got, const char* advice) {
@@ -48,11 +49,14 @@ void check_unique_id(const Options& options, const std::string& unique_id) {
 
 void check_version(const Api& api, const Options& options) {
   const int version = runtime_version(api);
-  if (version >= kOldest) return;
-  throw std::runtime_error(cat("communicator '", options.name, "': expected NCCL ",
-                               version_text(kOldest), " or newer at run time, got ",
-                               version_text(version),
-                               ". Install nvidia-nccl-cu13 of 2.27 to 2.30, or a torch with it."));
+  const bool zero = options.cta_policy == kZeroPolicy;
+  const int oldest = zero ? kOldestWithZero : kOldest;
+  if (version >= oldest) return;
+  throw std::runtime_error(
+      cat("communicator '", options.name, "': expected NCCL ", version_text(oldest), " or newer ",
+          zero ? "for the zero-CTA policy" : "at run time", ", got ", version_text(version),
+          zero ? ". Choose another policy, or install nvidia-nccl-cu13 of 2.28 to 2.30."
+               : ". Install nvidia-nccl-cu13 of 2.27 to 2.30, or a torch with it."));
 }
 
 }  // namespace fk::nccl

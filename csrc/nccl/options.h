@@ -16,7 +16,7 @@ struct Options {
   double init_timeout_s = 600;
   bool blocking = false;           // no limit then holds for joining, and abort is less safe
   int min_ctas = 0, max_ctas = 0;  // 0: NCCL's default
-  int cta_policy = -1;             // NCCL_CTA_POLICY_*; -1: NCCL's default
+  int cta_policy = -1;             // of gathers: NCCL_CTA_POLICY_*; -1: NCCL's default
   Registration registration = Registration::kLocal;
 };
 
@@ -24,7 +24,7 @@ struct Options {
 void check_options(const Options& options);
 void check_unique_id(const Options& options, const std::string& unique_id);
 
-// Throws std::runtime_error where the library that is loaded is too old.
+// Throws std::runtime_error where the library that is loaded is too old for these options.
 void check_version(const Api& api, const Options& options);
 
 }  // namespace fk::nccl

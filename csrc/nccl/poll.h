@@ -13,17 +13,19 @@ using Clock = std::chrono::steady_clock;  // a step of the wall clock is no time
 class Stopwatch {
  public:
   double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+  Clock::time_point start() const { return start_; }
 
  private:
   Clock::time_point start_ = Clock::now();
 };
 
-// Pauses between two questions: at first only long enough for another thread, because a
-// non-blocking launch is through within some ten microseconds; then up to a millisecond.
+// Pauses between two questions. A launch on a non-blocking communicator is through when a thread
+// that NCCL starts for it has ended: usually well below kSpin. A sleep takes at least the kernel's
+// timer slack of 50 us, so that until then others are only let in between.
 class Backoff {
  public:
   void pause() {
-    if (++count_ <= kYields) {
+    if (Clock::now() < spin_until_) {
       std::this_thread::yield();
       return;
     }
@@ -32,10 +34,9 @@ class Backoff {
   }
 
  private:
-  static constexpr int kYields = 64;
-  static constexpr std::chrono::microseconds kLongest{1000};
-  int count_ = 0;
-  std::chrono::microseconds sleep_{16};
+  static constexpr std::chrono::microseconds kSpin{200}, kLongest{1000};
+  Clock::time_point spin_until_ = Clock::now() + kSpin;
+  std::chrono::microseconds sleep_{50};
 };
 
 }  // namespace fk::nccl

@@ -15,25 +15,29 @@ namespace {
 // How late the peers may be at close: the data is through by then, only they are waited for.
 constexpr double kCloseLimit = 30;
 
+// How long NCCL, CUDA and the watchdog may take to let go in the end. What another communicator
+// holds up they never do.
+constexpr double kLetGoLimit = 5;
+
 Memory::Channels make_channels(const std::shared_ptr<Context>& context, const Options& options) {
-  const ChannelConfig config{options.timeout_s, options.init_timeout_s, options.blocking,
-                             options.min_ctas,  options.max_ctas,       options.cta_policy};
-  return {std::make_shared<Channel>(context, config, "gather"),
-          std::make_shared<Channel>(context, config, "reduce")};
+  const ChannelConfig gathers{options.timeout_s, options.init_timeout_s, options.blocking,
+                              options.min_ctas,  options.max_ctas,       options.cta_policy};
+  ChannelConfig reductions = gathers;
+  reductions.cta_policy = -1;
+  return {std::make_shared<Channel>(context, gathers, "gather"),
+          std::make_shared<Channel>(context, reductions, "reduce")};
 }
 
 }  // namespace
 
 Communicator::State::State(const Api& api, const Options& from)
     : options(from),
+      where(cat("communicator '", from.name, "'")),
       context(std::make_shared<Context>(api, from.device, from.rank, from.world, from.name)),
       events(std::make_shared<EventPool>(context)),
       channels(make_channels(context, from)),
       memory(context, from.registration),
-      watchdog(context, channels, from.timeout_s,
-               [this](const std::string& text) { return fail(text); }) {}
-
-std::string Communicator::State::where() const { return cat("communicator '", options.name, "'"); }
+      watchdog(std::make_shared<Watchdog>(context, channels, from.timeout_s)) {}
 
 bool Communicator::State::is_alive() const {
   return std::ranges::any_of(channels, [](const auto& channel) { return channel->is_alive(); });
@@ -61,7 +65,7 @@ void Communicator::State::require_usable(const std::string& label, const char* o
     const std::optional<std::string> error = channels[i]->async_error();
     if (!error) continue;
     // It is of something that was issued before, not of what is about to be.
-    const std::optional<InFlight> oldest = watchdog.oldest(i);
+    const std::optional<InFlight> oldest = watchdog->oldest(i);
     fail(oldest ? context->failed(oldest->label, oldest->operation, *error)
                 : context->failed(label, operation, *error));
   }
@@ -85,9 +89,29 @@ Communicator::TicketPtr Communicator::State::submit(const std::string& label, Op
   return ticket;
 }
 
+// Our streams, and the watchdog's questions, are no part of a graph. Nothing has been issued yet,
+// so that the communicator stays as it was.
+void Communicator::State::refuse_capture(const std::string& label, cudaStream_t compute) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = context->api.cudaStreamIsCapturing(compute, &status);
+  if (error == cudaSuccess && status == cudaStreamCaptureStatusNone) return;
+  if (error != cudaSuccess && !is_of_capture(error)) return;  // the next call says it better
+  throw std::runtime_error(
+      cat(label,
+          ": expected a stream that is not being captured, got one within a CUDA graph's "
+          "capture. Leave what communicates out of the graph."));
+}
+
 void Communicator::State::issue(const std::vector<Operation>& operations, cudaStream_t compute) {
   if (operations.empty()) return;
   const std::string& label = operations.front().ticket->label();
+  try {
+    refuse_capture(label, compute);
+  } catch (const std::exception&) {
+    for (const Operation& one : operations) one.ticket->dropped();
+    throw;
+  }
+  memory.graveyard()->clear();
   try {
     const DeviceGuard guard(*context, label);
     const EventPtr started = events->record(compute, label);
@@ -119,17 +143,21 @@ void Communicator::State::issue_on(size_t channel, const std::vector<const Opera
   check(context->api, context->api.cudaStreamWaitEvent(stream, started->handle, 0), label,
         "a stream to wait for an event", "Read the first CUDA error of this process.");
   // A blocking launch may hang in NCCL; what else it polls, it limits itself.
-  if (options.blocking) watchdog.watch(channel, {label, operation, nullptr, since});
+  if (options.blocking) watchdog->watch(channel, {label, operation, nullptr, since});
   const std::optional<std::string> problem = channels[channel]->launch(operations);
-  if (problem) fail(context->failed(label, operation, *problem));
+  if (problem) {
+    fail(context->failed(label, operation, *problem));
+    // NCCL may be putting it on the stream still, and not before what follows.
+    if (const auto late = channels[channel]->await_end(let_go_limit())) report_late(*late);
+  }
   // Also of a launch that failed half-way: whoever waits then reuses no memory that it still uses.
   const EventPtr done = events->record(stream, label);
   for (const Operation* one : operations) one->ticket->issued(started, done, stream);
   context->failure.raise_if_set();
   if (options.blocking) {
-    watchdog.launched(channel, done);
+    watchdog->launched(channel, done);
   } else {
-    watchdog.watch(channel, {label, operation, done, since});
+    watchdog->watch(channel, {label, operation, done, since});
   }
 }
 
@@ -139,34 +167,70 @@ void Communicator::State::drop_group() noexcept {
   queue.clear();
 }
 
-bool Communicator::State::fail(const std::string& text) {
-  const bool first = context->failure.set(text);
+void Communicator::State::fail(const std::string& text) {
+  context->failure.set(text);
   abort_channels();
-  return first;
 }
 
 void Communicator::State::abort_channels() noexcept {
   for (const auto& channel : channels) channel->abort();
 }
 
+double Communicator::State::let_go_limit() const {
+  return std::min(options.timeout_s, kLetGoLimit);
+}
+
+void Communicator::State::report_late(const std::string& text) noexcept {
+  print(text);
+  memory.report("late", text);
+}
+
 void Communicator::State::shut(bool orderly) noexcept {
   std::optional<DeviceGuard> guard;
   try {
-    guard.emplace(*context, where());
+    guard.emplace(*context, where);
   } catch (const std::exception&) {
     orderly = false;  // CUDA answers no more; what can be freed is freed
   }
+  const RelaxedCapture relaxed(context->api);
+  const double limit = let_go_limit();
   drop_group();
-  watchdog.stop();
+  if (!watchdog->stop(limit)) {
+    report_late(cat(where, ": expected its watchdog to end within ", seconds(limit),
+                    ", got no answer on rank ", options.rank,
+                    ". A call of CUDA or NCCL holds it. A thread is left behind, which waits for "
+                    "it."));
+  }
   if (orderly) {
-    for (Backoff backoff; !context->failure.is_set() && watchdog.look();) backoff.pause();
+    for (Backoff backoff; !context->failure.is_set() && watchdog->look();) backoff.pause();
   }
   for (const auto& channel : channels) {
-    if (orderly && !context->failure.is_set()) {
-      const auto late = channel->finalize(std::min(options.timeout_s, kCloseLimit));
-      if (late) memory.report("close", *late);
-    }
+    if (!orderly || context->failure.is_set()) break;
+    const auto late = channel->finalize(std::min(options.timeout_s, kCloseLimit));
+    if (late) memory.report("close", *late);
+  }
+  let_go();
+}
+
+void Communicator::State::let_go() noexcept {
+  abort_channels();  // all of them, before any is waited for
+  const double limit = let_go_limit();
+  const Stopwatch watch;
+  const auto left = [&] { return std::max(limit - watch.seconds(), 0.0); };
+  bool gone = true;
+  for (const auto& channel : channels) {
+    const auto late = channel->await_end(left());
+    if (late && gone) report_late(*late);  // the other's would say the same
+    gone = gone && !late;
     channel->destroy();
+  }
+  // It waits for the device, which whatever held NCCL up may hold up as well.
+  const Task clearing([graveyard = memory.graveyard()] { graveyard->close(); });
+  if (!clearing.wait(left()) && gone) {
+    report_late(cat(where, ": expected the device to come to its end within ", seconds(limit),
+                    ", got no answer on rank ", options.rank,
+                    ". A kernel or another communicator holds it. A thread is left behind, which "
+                    "frees memory then."));
   }
   events->close();
 }

@@ -2,9 +2,9 @@
 // What is behind a Communicator.
 //
 // Locks, in the order in which they may be taken: the caller's (State::mutex), then one of the
-// leaves, none of which is held across a call that waits: the channel's (one call of NCCL), the
-// watchdog's, the event pool's, the memory's, the failure's. A launch may hold the first for long,
-// so neither the watchdog nor abort() takes it.
+// leaves, none of which is held across a call that waits: the channel's (one call of NCCL, but none
+// that ends it), the watchdog's, the event pool's, the memory's, the failure's. A launch may hold
+// the first for long, so neither the watchdog nor abort() takes it.
 #pragma once
 
 #include <atomic>
@@ -27,8 +27,6 @@ struct Communicator::State {
 
   State(const Api& api, const Options& options);
 
-  std::string where() const;
-
   // Throws unless a call of `label` may go on. This is where an error of NCCL surfaces.
   void require_usable(const std::string& label, const char* operation);
   void require_open(const std::string& label) const;
@@ -39,7 +37,7 @@ struct Communicator::State {
   void drop_group() noexcept;
 
   // Any thread.
-  bool fail(const std::string& text);
+  void fail(const std::string& text);
   void abort_channels() noexcept;
 
   // Ends everything; `orderly` waits for what is in flight and for the peers.
@@ -50,11 +48,12 @@ struct Communicator::State {
   size_t reductions() const { return channels[kReduce]->is_open() ? kReduce : kGather; }
 
   const Options options;
+  const std::string where;  // in messages
   const std::shared_ptr<Context> context;
   const std::shared_ptr<EventPool> events;
   const Memory::Channels channels;
   Memory memory;
-  Watchdog watchdog;
+  const std::shared_ptr<Watchdog> watchdog;
 
   std::atomic<bool> closed{false};
   std::mutex mutex;  // guards what follows, and makes the callers take turns
@@ -62,6 +61,10 @@ struct Communicator::State {
   std::vector<Operation> queue;
 
  private:
+  void refuse_capture(const std::string& label, cudaStream_t compute) const;
+  void let_go() noexcept;
+  double let_go_limit() const;
+  void report_late(const std::string& text) noexcept;
   void issue_on(size_t channel, const std::vector<const Operation*>& operations,
                 const EventPtr& started);
 };

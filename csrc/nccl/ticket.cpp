@@ -4,8 +4,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "nccl/poll.h"
-
 namespace fk::nccl {
 
 Ticket::Ticket(std::shared_ptr<Context> context, std::string label, const char* operation)
@@ -23,7 +21,7 @@ void Ticket::dropped() {
   state_.compare_exchange_strong(queued, State::kDropped);
 }
 
-bool Ticket::has_event(const char* call) const {
+bool Ticket::has_event() const {
   context_->require_owner(label_);
   switch (state_.load(std::memory_order_acquire)) {
     case State::kIssued:
@@ -32,8 +30,9 @@ bool Ticket::has_event(const char* call) const {
       context_->failure.raise_if_set();
       return false;
     case State::kQueued:
-      throw std::runtime_error(cat(label_, ": expected ", operation_, " to be issued before ", call,
-                                   ", got one that is queued in a group. End the group first."));
+      throw std::runtime_error(cat(label_, ": expected ", operation_,
+                                   " to be issued before wait, "
+                                   "got one that is queued in a group. End the group first."));
     case State::kDropped:
       break;
   }
@@ -44,7 +43,7 @@ bool Ticket::has_event(const char* call) const {
 }
 
 void Ticket::wait(cudaStream_t stream) const {
-  if (!has_event("wait")) return;
+  if (!has_event()) return;
   cudaError_t error;
   {
     // Handle 0 means the current device's default stream.
@@ -55,27 +54,6 @@ void Ticket::wait(cudaStream_t stream) const {
   context_->failure.raise_if_set();
   check(context_->api, error, label_, "a stream to wait for an event",
         "Read the first CUDA error of this process.");
-}
-
-void Ticket::synchronize() const {
-  if (!has_event("synchronize")) return;
-  for (Backoff backoff; !query(); backoff.pause()) context_->failure.raise_if_set();
-  context_->failure.raise_if_set();
-}
-
-bool Ticket::is_done() const {
-  if (!has_event("is_done")) return true;
-  const bool done = query();
-  context_->failure.raise_if_set();
-  return done;
-}
-
-bool Ticket::query() const {
-  const cudaError_t error = context_->api.cudaEventQuery(done_->handle);
-  if (error == cudaSuccess || error == cudaErrorNotReady) return error == cudaSuccess;
-  context_->failure.raise_if_set();
-  // The watchdog comes to the same, and then aborts.
-  throw std::runtime_error(context_->failed(label_, operation_, error));
 }
 
 uint64_t Ticket::event_id() const { return is_issued() ? done_->id : 0; }

@@ -14,8 +14,8 @@ namespace fk::nccl {
 
 // Outlives its communicator. Any thread.
 //
-// All three ways to wait throw std::runtime_error when the communicator has failed, also if this
-// collective was through before: what the ranks computed from there on does not agree.
+// To wait throws std::runtime_error when the communicator has failed, also if this collective was
+// through before: what the ranks computed from there on does not agree.
 class Ticket {
  public:
   Ticket(std::shared_ptr<Context> context, std::string label, const char* operation);
@@ -23,13 +23,7 @@ class Ticket {
   // What is enqueued on `stream` from here on runs after the collective. The host does not wait.
   void wait(cudaStream_t stream) const;
 
-  // The host waits, until the collective is through or the communicator has failed.
-  void synchronize() const;
-
-  bool is_done() const;
-
   const std::string& label() const { return label_; }
-  const char* operation() const { return operation_; }
 
   // For traces: the recording behind the collective, the one on the compute stream that it waited
   // for, and the stream that it ran on. 0 where nothing was enqueued: 0 bytes, queued, dropped.
@@ -46,8 +40,7 @@ class Ticket {
   enum class State { kQueued, kIssued, kEmpty, kDropped };
 
   bool is_issued() const { return state_.load(std::memory_order_acquire) == State::kIssued; }
-  bool has_event(const char* call) const;  // throws where there is nothing to wait for yet
-  bool query() const;
+  bool has_event() const;  // throws where there is nothing to wait for yet
 
   const std::shared_ptr<Context> context_;
   const std::string label_;

@@ -2,7 +2,6 @@
 #include "nccl/watchdog.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <utility>
 
 namespace fk::nccl {
@@ -15,27 +14,34 @@ std::chrono::duration<double> interval(double limit_s) {
   return std::chrono::duration<double>(std::clamp(limit_s / 10, 0.01, 1.0));
 }
 
+std::string late(const InFlight& culprit, const std::vector<InFlight>& others, double limit_s) {
+  std::string text = cat("no completion after ", seconds(culprit.since.seconds()), " (time limit ",
+                         seconds(limit_s), ')');
+  for (const InFlight& one : others) {
+    text += cat("; issued after it: ", one.label, " (", one.operation, ')');
+  }
+  return text;
+}
+
 }  // namespace
 
 Watchdog::Watchdog(std::shared_ptr<Context> context, std::vector<std::shared_ptr<Channel>> channels,
-                   double limit_s, Fail fail)
-    : context_(std::move(context)), limit_s_(limit_s), fail_(std::move(fail)) {
+                   double limit_s)
+    : context_(std::move(context)), limit_s_(limit_s) {
   for (auto& channel : channels) lanes_.push_back({std::move(channel), {}});
 }
 
 void Watchdog::start() {
-  thread_ = std::make_unique<std::thread>([this] { run(); });
+  thread_ = Task([self = shared_from_this()] { self->run(); });
 }
 
-void Watchdog::stop() {
-  if (thread_ == nullptr) return;
+bool Watchdog::stop(double limit_s) {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
   }
   wake_.notify_all();
-  thread_->join();
-  thread_ = nullptr;
+  return thread_.wait(limit_s);
 }
 
 void Watchdog::watch(size_t channel, InFlight one) {
@@ -68,6 +74,7 @@ bool Watchdog::idle() const {
 
 void Watchdog::run() {
   context_->api.cudaSetDevice(context_->device);  // this thread's own: nothing to restore
+  const RelaxedCapture relaxed(context_->api);
   std::unique_lock lock(mutex_);
   while (!stopping_ && !context_->failure.is_set()) {
     if (idle()) {
@@ -83,46 +90,58 @@ void Watchdog::run() {
 }
 
 bool Watchdog::look() {
+  std::vector<InFlight> fronts;
   for (size_t channel = 0; channel < lanes_.size(); ++channel) {
-    if (!look_at(channel)) break;
+    std::optional<InFlight> front = first_unfinished(channel);
+    if (context_->failure.is_set()) return false;
+    if (!front) continue;
+    // An error first: it explains better than the time does.
+    if (const auto error = lanes_[channel].channel->async_error()) {
+      fail(context_->failed(front->label, front->operation, *error));
+      return false;
+    }
+    fronts.push_back(*std::move(front));
+  }
+  if (!fronts.empty()) {
+    // What was issued first is to blame: the others may only wait behind it.
+    std::ranges::sort(fronts, {}, [](const InFlight& one) { return one.since.start(); });
+    const InFlight culprit = std::move(fronts.front());
+    fronts.erase(fronts.begin());
+    if (culprit.since.seconds() > limit_s_) {
+      fail(context_->failed(culprit.label, culprit.operation, late(culprit, fronts, limit_s_)));
+      return false;
+    }
   }
   const std::lock_guard lock(mutex_);
   return !idle();
 }
 
-bool Watchdog::look_at(size_t channel) {
-  while (const std::optional<InFlight> front = oldest(channel)) {
-    const auto& [label, operation, done, since] = *front;
-    const cudaError_t state =
-        done == nullptr ? cudaErrorNotReady : context_->api.cudaEventQuery(done->handle);
-    if (state == cudaErrorNotReady) {
-      const double elapsed = since.seconds();
-      // An error first: it explains better than the time does.
-      std::optional<std::string> what = lanes_[channel].channel->async_error();
-      if (!what && elapsed > limit_s_) {
-        what =
-            cat("no completion after ", seconds(elapsed), " (time limit ", seconds(limit_s_), ')');
-      }
-      return !what || fail(context_->failed(label, operation, *what));
+std::optional<InFlight> Watchdog::first_unfinished(size_t channel) {
+  while (std::optional<InFlight> front = oldest(channel)) {
+    const cudaError_t state = front->done == nullptr
+                                  ? cudaErrorNotReady
+                                  : context_->api.cudaEventQuery(front->done->handle);
+    // While somebody captures a graph, CUDA may refuse to say.
+    if (state == cudaErrorNotReady || is_of_capture(state)) return front;
+    if (state != cudaSuccess) {
+      fail(context_->failed(front->label, front->operation, state));
+      break;
     }
-    if (state != cudaSuccess) return fail(context_->failed(label, operation, state));
     const std::lock_guard lock(mutex_);
     auto& in_flight = lanes_[channel].in_flight;
     // Another thread may have looked meanwhile.
-    if (!in_flight.empty() && in_flight.front().done == done) in_flight.pop_front();
+    if (!in_flight.empty() && in_flight.front().done == front->done) in_flight.pop_front();
   }
-  return true;
+  return std::nullopt;
 }
 
-bool Watchdog::fail(const std::string& text) {
-  if (fail_(text)) {
-    // Whoever should read the exception may hang in a synchronisation of the device.
-    std::fprintf(stderr, "fsdp_kernels: %s\n", text.c_str());
-  }
+void Watchdog::fail(const std::string& text) {
+  // First of all: whoever should read the exception may hang in a synchronisation of the device.
+  if (context_->failure.set(text)) print(text);
+  for (const Lane& lane : lanes_) lane.channel->abort();
   std::vector<std::deque<InFlight>> given_up(lanes_.size());  // freed when nothing is locked
   const std::lock_guard lock(mutex_);
   for (size_t i = 0; i < lanes_.size(); ++i) given_up[i].swap(lanes_[i].in_flight);
-  return false;
 }
 
 }  // namespace fk::nccl

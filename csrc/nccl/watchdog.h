@@ -4,17 +4,17 @@
 
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "nccl/channel.h"
 #include "nccl/context.h"
 #include "nccl/events.h"
 #include "nccl/poll.h"
+#include "nccl/task.h"
 
 namespace fk::nccl {
 
@@ -25,19 +25,17 @@ struct InFlight {
   Stopwatch since;  // its issue
 };
 
-class Watchdog {
+// Its thread owns it too: a call of CUDA may hold the thread for longer than anybody waits.
+class Watchdog : public std::enable_shared_from_this<Watchdog> {
  public:
-  // Records a failure and ends what is on the device; whether it was the first.
-  using Fail = std::function<bool(const std::string& text)>;
-
   Watchdog(std::shared_ptr<Context> context, std::vector<std::shared_ptr<Channel>> channels,
-           double limit_s, Fail fail);
-  ~Watchdog() { stop(); }
+           double limit_s);
 
   void start();
 
-  // Returns when the thread has ended. Not to be called in a forked child: it has no such thread.
-  void stop();
+  // Ends the thread; whether it has ended within that time. Not to be called in a forked child: it
+  // has no such thread.
+  bool stop(double limit_s);
 
   void watch(size_t channel, InFlight one);
   // The launch that is watched last on this channel has an end now.
@@ -57,17 +55,18 @@ class Watchdog {
 
   void run();
   bool idle() const;
-  bool look_at(size_t channel);
-  bool fail(const std::string& text);
+  // Takes off what is through; what is first then. Nothing also after a failure.
+  std::optional<InFlight> first_unfinished(size_t channel);
+  // Tells the user, then ends what is on the device.
+  void fail(const std::string& text);
 
   const std::shared_ptr<Context> context_;
   const double limit_s_;
-  const Fail fail_;
   mutable std::mutex mutex_;  // never held across a call of CUDA or NCCL
   std::condition_variable wake_;
   std::vector<Lane> lanes_;
   bool stopping_ = false;
-  std::unique_ptr<std::thread> thread_;
+  Task thread_;
 };
 
 }  // namespace fk::nccl

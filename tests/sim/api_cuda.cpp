@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <utility>
+
 #include "sim/api.h"
 #include "sim/process.h"
 #include "sim/settings.h"
@@ -9,6 +11,16 @@ namespace {
 cudaError_t bad_handle(const char* call) {
   Control::get().violation(std::string(call) + ": got a handle that is not alive");
   return cudaErrorInvalidResourceHandle;
+}
+
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+// Whether some capture forbids this call; the call then ends the capture.
+bool breaks_capture(const char* call, bool in_every_mode = false) {
+  if (!Control::get().capturing()) return false;
+  if (capture_mode == cudaStreamCaptureModeRelaxed && !in_every_mode) return false;
+  Control::get().violation(std::string(call) + ": breaks the capture of a stream");
+  return true;
 }
 
 Device& device_of(cudaStream_t stream) {
@@ -37,6 +49,7 @@ cudaError_t set_device(int device) {
 
 cudaError_t device_synchronize() {
   if (const auto hit = fault("cudaDeviceSynchronize")) return static_cast<cudaError_t>(hit->code);
+  if (breaks_capture("cudaDeviceSynchronize", true)) return cudaErrorStreamCaptureUnsupported;
   Process::get().device().synchronize();
   return cudaSuccess;
 }
@@ -99,6 +112,19 @@ cudaError_t stream_wait_event(cudaStream_t stream, cudaEvent_t event, unsigned) 
   return cudaSuccess;
 }
 
+cudaError_t is_capturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  if (const auto hit = fault("cudaStreamIsCapturing")) return static_cast<cudaError_t>(hit->code);
+  *status = Control::get().capturing(reinterpret_cast<uintptr_t>(stream))
+                ? cudaStreamCaptureStatusActive
+                : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
+cudaError_t exchange_capture_mode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
 cudaError_t event_create(cudaEvent_t* event, unsigned flags) {
   if (const auto hit = fault("cudaEventCreateWithFlags"))
     return static_cast<cudaError_t>(hit->code);
@@ -118,6 +144,8 @@ cudaError_t event_record(cudaEvent_t event, cudaStream_t stream) {
   Process& process = Process::get();
   Event* found = process.find(event);
   if (found == nullptr) return bad_handle("cudaEventRecord");
+  if (Control::get().capturing(reinterpret_cast<uintptr_t>(stream)))
+    Control::get().violation("cudaEventRecord: an event of ours in a capture");
   found->last = device_of(stream).record(reinterpret_cast<Stream*>(stream));
   log("cudaEventRecord", stream, found->last);
   return cudaSuccess;
@@ -125,6 +153,7 @@ cudaError_t event_record(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t event_query(cudaEvent_t event) {
   if (const auto hit = fault("cudaEventQuery")) return static_cast<cudaError_t>(hit->code);
+  if (breaks_capture("cudaEventQuery")) return cudaErrorStreamCaptureUnsupported;
   Process& process = Process::get();
   const Event* found = process.find(event);
   if (found == nullptr) return bad_handle("cudaEventQuery");
@@ -143,6 +172,8 @@ void fill_cuda(nccl::Api& api) {
   api.cudaStreamCreateWithPriority = stream_create;
   api.cudaStreamDestroy = stream_destroy;
   api.cudaStreamWaitEvent = stream_wait_event;
+  api.cudaStreamIsCapturing = is_capturing;
+  api.cudaThreadExchangeStreamCaptureMode = exchange_capture_mode;
   api.cudaEventCreateWithFlags = event_create;
   api.cudaEventDestroy = event_destroy;
   api.cudaEventRecord = event_record;

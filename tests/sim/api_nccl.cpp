@@ -134,6 +134,16 @@ ncclResult_t comm_finalize(ncclComm_t handle) {
   }
 }
 
+// Waits as NCCL's commDestroySync does, on which both ends depend: for the communicator's last
+// kernel on its stream, and so for what that kernel comes after, which may be another
+// communicator's.
+void await_stream(Comm& comm) {
+  while (comm.device().launched(comm) > 0) {
+    const auto blocked = comm.device().work_for(comm, ~uint64_t{0});
+    if (blocked) blocked->comm->meeting().wait(blocked->seen, milliseconds(50));
+  }
+}
+
 ncclResult_t let_go(ncclComm_t handle, const char* call, bool abort) {
   const auto comm = Process::get().find(handle);
   if (comm == nullptr) return bad_comm(call);
@@ -146,6 +156,7 @@ ncclResult_t let_go(ncclComm_t handle, const char* call, bool abort) {
                              " has work in flight");
   }
   comm->device().abort(*comm);  // after a clean end nothing is left that this could touch
+  await_stream(*comm);
   comm->stop_service();
   Process::get().remove(handle);
   return hit ? static_cast<ncclResult_t>(hit->code) : ncclSuccess;

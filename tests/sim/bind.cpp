@@ -91,6 +91,9 @@ void bind_extra(py::module_& m) {
   m.def(
       "configs", [] { return Control::get().configs(); },
       "How each communicator was asked for, in words.");
+  m.def(
+      "capture", [](uintptr_t stream, bool on) { Control::get().capture(stream, on); }, "stream"_a,
+      "on"_a, "Begin or end the capture of a stream, which forbids what CUDA forbids meanwhile.");
   m.def("violations", [] { return Control::get().violations(); });
   m.def("live", &live, "What was made and not destroyed.");
   m.def("reset", [] { Control::get().reset(); });

@@ -53,4 +53,20 @@ inline std::string failed_by_cuda(const std::string& label, const std::string& o
          "it. What was computed since is undefined: restart from the last checkpoint.";
 }
 
+inline void inject(const Fault& fault) { Control::get().inject(fault); }
+
+inline void check_message(nccl::Communicator& comm, const std::string& text) {
+  const std::vector<std::string> messages = comm.take_messages();
+  CHECK_EQUAL(messages.size(), size_t{1});
+  CHECK_EQUAL(timeless(messages.front()), text);
+  CHECK(comm.take_messages().empty());
+}
+
+inline void gather_works(nccl::Communicator& comm, int world) {
+  const float shard = 3;
+  std::vector<float> full(static_cast<size_t>(world));
+  comm.all_gather("unit 1", full.data(), &shard, sizeof(float), nullptr)->wait(nullptr);
+  for (const float each : full) CHECK_EQUAL(each, 3.0f);
+}
+
 }  // namespace fk::sim

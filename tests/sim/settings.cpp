@@ -87,6 +87,21 @@ std::vector<std::string> Control::configs() const {
   return configs_;
 }
 
+void Control::capture(uintptr_t stream, bool on) {
+  const std::lock_guard lock(mutex_);
+  on ? void(captured_.insert(stream)) : void(captured_.erase(stream));
+}
+
+bool Control::capturing(uintptr_t stream) const {
+  const std::lock_guard lock(mutex_);
+  return captured_.contains(stream);
+}
+
+bool Control::capturing() const {
+  const std::lock_guard lock(mutex_);
+  return !captured_.empty();
+}
+
 void Control::violation(const std::string& text) {
   const std::lock_guard lock(mutex_);
   violations_.push_back(text);
@@ -109,6 +124,7 @@ void Control::reset() {
   entries_.clear();
   waits_.clear();
   drop_ = 0;
+  captured_.clear();
   configs_.clear();
   violations_.clear();
 }

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -84,6 +85,11 @@ class Control {
   void add_config(const std::string& text);
   std::vector<std::string> configs() const;
 
+  // A capture that somebody else begins or ends, in the mode that is the default: for all threads.
+  void capture(uintptr_t stream, bool on);
+  bool capturing(uintptr_t stream) const;
+  bool capturing() const;  // any stream
+
   // What the code under test did that NCCL or CUDA forbid.
   void violation(const std::string& text);
   std::vector<std::string> violations() const;
@@ -98,6 +104,7 @@ class Control {
   std::vector<Entry> entries_;
   std::vector<int> waits_;  // by device
   int drop_ = 0;
+  std::set<uintptr_t> captured_;
   std::vector<std::string> configs_, violations_;
 };
 
