@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The index arithmetic of the kernels: integers only, the same on the device and on the host, where
-// tests/cuda_host/test_index.cpp tries every case.
+// tests/cuda_host/index_cases.cpp tries every case.
 #pragma once
 
 #include <cstdint>
