@@ -44,6 +44,9 @@ from fsdp_kernels import (
 from fsdp_kernels.comm import Comm
 from fsdp_kernels.comm.nccl import NcclOptions
 
+# What a host may need to reach the others.
+NETWORK = ("NCCL_SOCKET_", "NCCL_IB_", "NCCL_NET")
+
 
 @dataclass(frozen=True)
 class Where:
@@ -62,7 +65,8 @@ class Where:
     def enter(self, rank: int) -> None:
         """Prepare the process; ranks share devices where there are fewer."""
         for name in [name for name in os.environ if name.startswith("NCCL_")]:
-            del os.environ[name]  # NCCL prefers it to what a test asks for
+            if not name.startswith(NETWORK):
+                del os.environ[name]  # NCCL prefers it to what a test asks for
         os.environ.update({key: value.format(rank=rank) for key, value in self.environ.items()})
         if self.device == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())

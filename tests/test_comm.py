@@ -8,6 +8,8 @@ import importlib
 import time
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -179,3 +181,20 @@ def test_torch_before_2_13_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     if hasattr(dist, "all_gather_single"):
         assert process_group._all_gather is dist.all_gather_single
         assert process_group._reduce_scatter is dist.reduce_scatter_single
+
+
+def _agrees_on_its_device(rank: int, world: int) -> None:
+    comm = ProcessGroupComm()
+    comm._joins_hosts = False
+    process_group._backend_of = lambda group, device: "nccl"
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    device = torch.device("cuda", 3)
+    comm.streams(device)
+    asked: list[torch.device] = []
+    words: Any = SimpleNamespace(to=lambda where: asked.append(where) or torch.ones(1).double())
+    assert comm.agree(words, label="fk.agree[a]").tolist() == [1.0]
+    assert asked == [device], "the current device may be another one"
+
+
+def test_agreeing_without_a_channel_of_hosts_is_done_where_the_tensors_are() -> None:
+    run_ranks(_agrees_on_its_device, 1)

