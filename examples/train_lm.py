@@ -5,8 +5,9 @@
 
 By default a GPT of 10.7 million parameters learns the Python standard library's own source, byte by
 byte. Two lines make it sharded: `fully_shard` and `ShardedAdamW`, in `build`; the rest would be the
-same without them. It runs on CPUs (over gloo) and on GPUs (one process for each). `--baseline ddp`
-or `none` trains the same without sharding, with the same losses.
+same without them. It runs on CPUs (over shared memory; `--comm process_group` takes gloo) and on
+GPUs (one process for each). `--baseline ddp` or `none` trains the same without sharding, with the
+same losses.
 """
 
 from __future__ import annotations
@@ -154,6 +155,9 @@ def introduce(training: Training) -> dict[str, dict[str, int]]:
         numel = sum(p.numel() for p in model.parameters())
         how = options.baseline or f"sharded over {report.comm_name(model)}"
         print(f"model: {numel:,} parameters in {options.dtype}; world of {training.world}, {how}")
+        shared = 0 if options.baseline else report.shared_bytes(model)
+        if shared:
+            print(f"shared memory: {shared:,} bytes of full parameters, once for all ranks")
         print(f"text: {training.origin}; {len(training.train_set):,} windows to train on")
         print(report.table(plan), flush=True)
     return plan

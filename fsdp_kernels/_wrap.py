@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_kernels._unit_plan import Entry, Plan
 from fsdp_kernels.bucket import Bucket, Dtypes, Resources, Site
 from fsdp_kernels.comm import pick
+from fsdp_kernels.comm._arena_setup import ArenaUnavailable
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.comm.shared_memory import SharedMemoryComm
 from fsdp_kernels.flat_shard import FlatShard
@@ -23,6 +24,9 @@ from fsdp_kernels.trace import label
 from fsdp_kernels.unit import Unit
 
 logger = logging.getLogger("fsdp_kernels")
+_told: set[str] = (
+    set()
+)  # reasons that have been given: units that are sharded one by one share them
 
 
 # -- communication --------------------------------------------------------------------------------
@@ -55,12 +59,23 @@ def pick_comm(
         raise ValueError(
             f"{where}: expected a 1-D mesh, got {mesh.ndim}-D. Hybrid sharding does not exist yet."
         )
-    choice = pick.choose(plan.device.type) if comm is None else pick.Choice(comm, "as asked for")
-    made = pick.make(choice.name, None if mesh is None else mesh.get_group(), plan.device)
-    if isinstance(made, SharedMemoryComm):
-        made.reserve(*_shared_bytes(plan, policy, made.world))
+    group = None if mesh is None else mesh.get_group()
+    if comm is None:
+        choice = pick.choose(plan.device.type, dist.get_world_size(group))
+    else:
+        choice = pick.Choice(comm, "as asked for")
+    try:
+        made = pick.make(choice.name, group, plan.device)
+        if isinstance(made, SharedMemoryComm):
+            made.reserve(*_shared_bytes(plan, policy, made.world))
+    except ArenaUnavailable as error:  # the same on every rank
+        if comm is not None:
+            raise
+        choice = pick.Choice("process_group", f"no shared memory: {error}", lacking=True)
+        made = pick.make(choice.name, group, plan.device)
     if made.rank == 0:
-        level = logging.WARNING if choice.lacking else logging.INFO
+        level = logging.WARNING if choice.lacking and choice.reason not in _told else logging.INFO
+        _told.add(choice.reason)
         text = "%s: %s over %d ranks on %s (%s)"
         logger.log(level, text, where, made.name, made.world, plan.device, choice.reason)
     return made

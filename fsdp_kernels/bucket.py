@@ -245,13 +245,12 @@ class Bucket:
         emit("gather", self.unit.name, self.index)
         announce(self, name, SHARD_PARAMS, FULL_PARAMS)
         self._gathered_version = self.version
-        if self.placed is not None:
-            self._ticket = self.placed.gather(label=name)
-            return
         with span("gather", self.unit.name, self.index):
-            self._ticket = self.resources.comm.all_gather(
-                self.full_params, self.shard_params, label=name
-            )
+            if self.placed is not None:
+                self._ticket = self.placed.gather(label=name)
+            else:
+                comm = self.resources.comm
+                self._ticket = comm.all_gather(self.full_params, self.shard_params, label=name)
 
     def _revert_writes(self) -> None:
         """Let what was written to the full parameters behind torch's back not hide a new value."""

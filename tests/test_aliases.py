@@ -155,7 +155,7 @@ def quiet(rank: int, world: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for prefetch in (0, 2):
-            model = by_block(build(Net, torch.float64), prefetch=prefetch)
+            model = by_block(build(Net, torch.float64), prefetch=prefetch, comm="process_group")
             optimizer = sharded_adamw(model.parameters())
             resources = model.units[0].buckets[0].resources
             held: list[tuple[int, int]] = []

@@ -51,7 +51,9 @@ def step_peak(rank: int, world: int, prefetch: int, low: bool) -> None:
     """Watch the first steps, in which everything that training holds is allocated."""
     dtype = torch.bfloat16 if low else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = fully_shard(layers(), units=nn.Linear, prefetch=prefetch, mp_policy=policy)
+    model = fully_shard(
+        layers(), units=nn.Linear, prefetch=prefetch, mp_policy=policy, comm="process_group"
+    )
     optimizer = ShardedAdamW(model.parameters(), lr=1e-3)
     x = torch.ones(BATCH, DIM)
 

@@ -7,6 +7,7 @@ import logging
 import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from harness import run_ranks
 from models import Net, build
 
 from fsdp_kernels import ProcessGroupComm, _ext, _nvml, environment, fully_shard
-from fsdp_kernels.comm import pick
+from fsdp_kernels.comm import _arena, pick
 
 
 class FakeNccl(ModuleType):
@@ -94,11 +95,17 @@ def test_without_gloo_the_hosts_cannot_agree(monkeypatch: pytest.MonkeyPatch) ->
     assert "gloo" in reason
 
 
-def test_none_on_cpu_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads(monkeypatch, ModuleType("_cpu"))
+    assert pick.choose("cpu") == ("shared_memory", "built, for ranks of one host", False)
+    assert pick.choose("cpu", 1) == ("process_group", "one rank has nothing to share", False)
+    loads(monkeypatch, _ext.NOT_BUILT)
+    assert pick.choose("cpu") == ("process_group", "the C++ module is not built", True)
+
+
+def test_none_elsewhere_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ext, "load", lambda name: pytest.fail(f"loaded {name}"))
-    name, reason, lacking = pick.choose("cpu")
-    assert (name, lacking) == ("process_group", False)
-    assert reason == "the only backend for tensors on cpu"
+    assert pick.choose("xpu") == ("process_group", "the only backend for tensors on xpu", False)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,7 @@ def test_the_environment_says_what_none_would_pick_and_why(monkeypatch: pytest.M
     loads(monkeypatch, _ext.NOT_BUILT)
     assert environment()["comm_if_none"] == {
         "cuda": "process_group (the NCCL module is not built)",
-        "cpu": "process_group (the only backend for tensors on cpu)",
+        "cpu": "process_group (the C++ module is not built)",
     }
 
 
@@ -131,12 +138,16 @@ def _names(rank: int, world: int) -> list[tuple[str, str]]:
     logger = logging.getLogger("fsdp_kernels")
     logger.addHandler(log)
     logger.setLevel(logging.INFO)
-    for comm in (None, "process_group", ProcessGroupComm()):
+    for comm in (None, "process_group", ProcessGroupComm(), "shared_memory"):
         model = fully_shard(build(Net), comm=comm)
-        assert environment()["comm"] == "process_group"
+        shares = comm is None or comm == "shared_memory"
+        assert environment()["comm"] == ("shared_memory" if shares else "process_group")
         model(torch.ones(2, 3)).sum().backward()
-    text = r"^fully_shard\(Net\): expected comm to be None, 'process_group', 'nccl' or a Comm, got"
-    with pytest.raises(ValueError, match=text + " 'carrier pigeon'"):
+    names = "'process_group', 'shared_memory', 'nccl'"
+    text = (
+        rf"^fully_shard\(Net\): expected comm to be None, {names} or a Comm, got 'carrier pigeon'"
+    )
+    with pytest.raises(ValueError, match=text):
         fully_shard(build(Net), comm="carrier pigeon")
     if _ext.nccl() is not None:
         with pytest.raises(ValueError, match=r"^NcclComm: expected a CUDA device, got cpu\."):
@@ -150,18 +161,71 @@ def _names(rank: int, world: int) -> list[tuple[str, str]]:
 
 def test_names_are_taken_and_rank_0_says_which() -> None:
     first, second = run_ranks(_names, 2)
-    on = "fully_shard(Net): process_group over 2 ranks on cpu"
+    over = "over 2 ranks on cpu"
     assert first == [
-        ("INFO", f"{on} (the only backend for tensors on cpu)"),
-        ("INFO", f"{on} (as asked for)"),
+        ("INFO", f"fully_shard(Net): shared_memory {over} (built, for ranks of one host)"),
+        ("INFO", f"fully_shard(Net): process_group {over} (as asked for)"),
+        ("INFO", f"fully_shard(Net): shared_memory {over} (as asked for)"),
     ]
+    assert second == []
+
+
+def _apart(rank: int, world: int) -> list[tuple[str, str]]:
+    """Ranks on two hosts, and units sharded one by one."""
+    log = Log()
+    logger = logging.getLogger("fsdp_kernels")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    real = _arena.identity
+    _arena.identity = lambda module: replace(real(module), host=(f"host {rank}",))
+    model: Any = build(Net)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    assert environment()["comm"] == "process_group"
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 are on different hosts"):
+        fully_shard(build(Net), comm="shared_memory")
+    return log.lines
+
+
+def test_ranks_on_several_hosts_take_the_process_group_and_say_why_once() -> None:
+    first, second = run_ranks(_apart, 2)
+    assert [level for level, _ in first] == ["WARNING", "INFO", "INFO", "INFO"]
+    assert first[0][1] == (
+        "fully_shard(Block): process_group over 2 ranks on cpu (no shared memory: ranks 0 and 1 "
+        "are on different hosts, or in different containers)"
+    )
+    assert second == []
+
+
+def _too_little(rank: int, world: int) -> list[tuple[str, str]]:
+    log = Log()
+    logging.getLogger("fsdp_kernels").addHandler(log)
+    real = _arena.Arena.reserve
+
+    def reserve(self: Any, nbytes: int, *, spare_nbytes: int = 0) -> None:
+        real(self, nbytes, spare_nbytes=1 << 60)
+
+    _arena.Arena.reserve = reserve  # type: ignore[method-assign]
+    model = fully_shard(build(Net))
+    assert environment()["comm"] == "process_group"
+    model(torch.ones(2, 3)).sum().backward()
+    return log.lines
+
+
+def test_too_little_shared_memory_says_how_much_is_needed_and_there() -> None:
+    ((level, text),), second = run_ranks(_too_little, 2)
+    assert level == "WARNING"
+    assert "process_group over 2 ranks on cpu (no shared memory: shared memory: expected" in text
+    assert " MiB free in /dev/shm, got " in text
     assert second == []
 
 
 def _lacking(rank: int, world: int) -> list[tuple[str, str]]:
     log = Log()
     logging.getLogger("fsdp_kernels").addHandler(log)
-    pick.choose = lambda kind: pick.Choice("process_group", "for a test", True)  # type: ignore
+    pick.choose = lambda kind, world: pick.Choice("process_group", "for a test", True)  # type: ignore
     fully_shard(build(Net))
     return log.lines
 

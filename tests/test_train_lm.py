@@ -71,13 +71,13 @@ def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path) -> None:
     assert keys | {"rank_bytes", "checkpoint"} <= summary.keys()
     assert summary["loss_last"] < summary["loss_first"]
     assert summary["world_size"] == 2
-    assert summary["comm"] == "process_group"
+    assert summary["comm"] == "shared_memory"
     assert Path(summary["checkpoint"]).is_dir()
     assert (tmp_path / "at_once/loss.png").read_bytes().startswith(b"\x89PNG")
     sizes = summary["rank_bytes"]
     assert sizes["master"] == sizes["grads"] == 2 * sizes["params"]
     assert sizes["moments"] == 4 * sizes["params"]
-    assert sizes["full_params"] > 0
+    assert sizes["full_params"] == 0  # every rank's part of them is its `params`
     assert sizes == summary["rank_bytes_planned"]
 
 
@@ -86,7 +86,16 @@ def test_sharded_ddp_and_one_process_agree(text: Path, tmp_path: Path) -> None:
     arguments = ["--data", text, "--dtype", "fp32"]
     _, alone = train(tmp_path, *arguments, "--baseline", "none", world=1)
     ddp, replicated = train(tmp_path, *arguments, "--baseline", "ddp")
-    sharded, losses = train(tmp_path, *arguments, "--checkpoint-activations")
+    sharded, losses = train(
+        tmp_path, *arguments, "--checkpoint-activations", "--comm", "process_group"
+    )
+    shared, same = train(tmp_path, *arguments)
+    assert (sharded["comm"], shared["comm"]) == ("process_group", "shared_memory")
+    assert same == losses  # two numbers have one sum
+    assert shared["rank_bytes"]["params"] == sharded["rank_bytes"]["params"]
+    assert sharded["rank_bytes"]["full_params"] > shared["rank_bytes"]["full_params"] == 0
+    for one in (sharded, shared):
+        assert one["rank_bytes"] == one["rank_bytes_planned"]
     expected = torch.tensor(alone)
     torch.testing.assert_close(torch.tensor(replicated), expected, rtol=2e-6, atol=0)
     torch.testing.assert_close(torch.tensor(losses), expected, rtol=2e-6, atol=0)

@@ -48,26 +48,38 @@ def planned_bytes(model: nn.Module, accumulate: int) -> dict[str, int]:
     """Compute what a rank of a sharded model will hold, padding included, from its layout."""
     sizes = dict.fromkeys(KINDS, 0)
     full: list[tuple[int, int]] = []
+    shares = shared_bytes(model) > 0
     for bucket in buckets_of(model):
         numel, own, compute = bucket.layout.shard_numel, bucket.dtype, bucket.compute_dtype
         sizes["params"] += numel * compute.itemsize
-        sizes["master"] += numel * own.itemsize if own != compute else 0
+        sizes["master"] += numel * own.itemsize if own != compute or shares else 0
         sizes["moments"] += 2 * numel * own.itemsize
         sizes["grads"] += numel * own.itemsize
         full_numel = bucket.layout.full_numel
         full.append((full_numel * compute.itemsize, full_numel * bucket.reduce_dtype.itemsize))
+    # Under `no_sync` every bucket keeps its full gradients; otherwise each is reduced at once.
+    grads = [nbytes for _, nbytes in full]
+    if shares:  # full parameters are the ranks' parts; gradients are packed where all can read them
+        sizes["full_grads"] = (sum(grads) if accumulate > 1 else 0) + 2 * max(grads)
+        return sizes
     # The root stays full while its blocks come and go: one computes, the next is prefetched.
     largest = max((params for params, _ in full[1:]), default=0)
     sizes["full_params"] = full[0][0] + min(2, len(full) - 1) * largest
-    # Under `no_sync` every bucket keeps its full gradients; otherwise each is reduced at once.
-    sizes["full_grads"] = (sum if accumulate > 1 else max)(grads for _, grads in full)
+    sizes["full_grads"] = (sum if accumulate > 1 else max)(grads)
     return sizes
+
+
+def shared_bytes(model: nn.Module) -> int:
+    """Bytes of full parameters that lie in shared memory, once for all ranks; 0: nothing does."""
+    return sum(b.placed.full.numel() for b in buckets_of(model) if b.placed is not None)
 
 
 def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Add up the tensors that a rank of a sharded model holds. Call it before `zero_grad`."""
     buckets = buckets_of(model)
-    params = [bucket.shard_params for bucket in buckets]
+    own = [bucket for bucket in buckets if bucket.placed is None]
+    shared = sum(b.placed.shard.numel() for b in buckets if b.placed is not None)
+    params = [bucket.shard_params for bucket in own]
     moments = [
         value.to_local()
         for state in optimizer.state.values()
@@ -75,13 +87,14 @@ def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         if name.startswith("exp_avg")
     ]
     pools = buckets[0].runtime.resources
+    packed = buckets[0].comm.grads_nbytes if shared else 0
     return {
-        "params": storage_bytes(params),
+        "params": shared + storage_bytes(params),
         "master": storage_bytes([bucket.shard_master for bucket in buckets], beside=params),
         "moments": storage_bytes(moments),
         "grads": storage_bytes([b.shard_grads for b in buckets if b.shard_grads is not None]),
         "full_params": pools.params.peak_bytes,
-        "full_grads": pools.grads.peak_bytes,
+        "full_grads": pools.grads.peak_bytes + packed,
     }
 
 

@@ -43,8 +43,15 @@ class Choice(NamedTuple):
     lacking: bool = False
 
 
-def choose(device_type: str) -> Choice:
-    """Return what `comm=None` means for tensors on a type of device. Loads libnccl for "cuda"."""
+def choose(device_type: str, world: int = 2) -> Choice:
+    """Return what `comm=None` means for tensors on a type of device. Loads libnccl for "cuda".
+
+    Args:
+        device_type: Such as "cuda".
+        world: Number of ranks. Whether they share a host is not known here.
+    """
+    if device_type == "cpu":
+        return _choose_on_cpu(world)
     if device_type != "cuda":
         return Choice("process_group", f"the only backend for tensors on {device_type}")
     module = _ext.load("_nccl")
@@ -58,6 +65,15 @@ def choose(device_type: str) -> Choice:
         reason = "this torch has no gloo, which NcclComm joins the hosts with"
         return Choice("process_group", reason, lacking=True)
     return Choice("nccl", f"built, and NCCL {dotted(version)} is loaded")
+
+
+def _choose_on_cpu(world: int) -> Choice:
+    if world == 1:
+        return Choice("process_group", "one rank has nothing to share")
+    module = _ext.load("_cpu")
+    if not isinstance(module, ModuleType):
+        return Choice("process_group", f"the C++ module is {module}", lacking=True)
+    return Choice("shared_memory", "built, for ranks of one host")
 
 
 def dotted(version: int) -> str:

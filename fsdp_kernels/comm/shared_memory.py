@@ -78,6 +78,11 @@ class SharedMemoryComm:
         return not self._closed and self._arena.failure is None
 
     @property
+    def grads_nbytes(self) -> int:
+        """Bytes of this rank's gradient buckets; 0 before they are made."""
+        return 0 if self._grads is None else _SLOTS * self._grads.nbytes
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The group that it was made over; see `Comm`."""
         return self._group.process_group
