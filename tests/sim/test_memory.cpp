@@ -94,10 +94,10 @@ void registration_fails() {
   inject({"ncclCommRegister", ncclSystemError, 2, -1, 0, "too many"});  // with the reductions
   CHECK(comm.allocate(1000, true)->registration() == Registration::kNone);
   CHECK_EQUAL(registrations(), size_t{0});
-  check_message(comm, std::string("communicator 'test': expected ncclCommRegister to take 1000 "
-                                  "bytes, got ") +
-                          kTooMany +
-                          ". Buffers are not registered; collectives copy through NCCL's own.");
+  check_message(
+      comm,
+      nccl::cat("communicator 'test': expected ncclCommRegister to take 1000 bytes, got ", kTooMany,
+                ". Buffers are not registered; collectives copy through NCCL's own."));
   comm.close();
 }
 
@@ -106,12 +106,11 @@ void registration_fails_later() {
   comm.open_reductions(fresh_id());
   const auto before = comm.allocate(1000, true);
   inject({"ncclCommRegister", ncclSystemError, 2, -1, 0, "too many"});
-  CHECK_EQUAL(thrown([&] { comm.allocate(2000, true); }),
-              std::string("communicator 'test': expected ncclCommRegister to take 2000 bytes, got "
-                          "") +
-                  kTooMany +
-                  ". Other buffers are registered, on all ranks: free memory, or choose no "
-                  "registration (none) for all.");
+  CHECK_EQUAL(
+      thrown([&] { comm.allocate(2000, true); }),
+      nccl::cat("communicator 'test': expected ncclCommRegister to take 2000 bytes, got ", kTooMany,
+                ". Other buffers are registered, on all ranks: free memory, or choose no "
+                "registration (none) for all."));
   CHECK(comm.failure().empty());
   CHECK(comm.take_messages().empty());
   CHECK(comm.allocate(2000, true)->registration() == Registration::kLocal);  // nothing is left
@@ -123,12 +122,12 @@ void registration_with_the_reductions_fails() {
   nccl::Communicator comm(api, options(0, 1), fresh_id());
   const auto before = comm.allocate(1000, true);
   inject({"ncclCommRegister", ncclSystemError, 1, -1, 0, "too many"});
-  const std::string text =
-      std::string(
-          "communicator 'test': expected ncclCommRegister to take 1000 bytes for "
-          "reductions too, got on rank 0: ") +
-      kTooMany +
-      ". Other ranks have theirs: restart, with no registration (none) if it fails again.";
+  const std::string text = nccl::cat(
+      "communicator 'test': expected ncclCommRegister to take 1000 bytes for reductions "
+      "too, got on rank 0: ",
+      kTooMany,
+      ". Other ranks have theirs: restart, with no registration (none) if it fails "
+      "again.");
   CHECK_EQUAL(thrown([&] { comm.open_reductions(fresh_id()); }), text);
   CHECK_EQUAL(comm.failure(), text);
 }
