@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <utility>
 
 #include "nccl/communicator.h"
@@ -187,7 +188,8 @@ void bind_communicator(py::module_& m) {
     return text.empty() ? std::nullopt : std::optional(std::move(text));
   });
   c.def("abort", &Communicator::abort, "why"_a, Unlocked());
-  c.def("close", &Communicator::close, Unlocked());
+  c.def("close", &Communicator::close, "within_s"_a = std::numeric_limits<double>::infinity(),
+        Unlocked());
 }
 
 }  // namespace

@@ -15,6 +15,10 @@ import torch.distributed as dist
 from nccl_side import HostSide
 
 
+class OutOfMemoryError(RuntimeError):
+    pass
+
+
 class FakeTicket:
     def __init__(self, label: str, comm: FakeCommunicator) -> None:
         self.label = label
@@ -53,6 +57,7 @@ class FakeCommunicator:
         self.closed_within: list[float] = []
         self.messages: list[str] = []
         self.registers: str | None = options["registration"]
+        self.exhausted = False
         self.meet: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
@@ -85,6 +90,8 @@ class FakeCommunicator:
 
     def allocate(self, nbytes: int, collective: bool) -> FakeBuffer | None:
         self.calls.append(("allocate", nbytes, collective))
+        if self.exhausted:
+            raise OutOfMemoryError("the words of the module")
         if self.registers is None:
             return None
         alone = self.registers == "symmetric" and not collective
@@ -113,6 +120,8 @@ class FakeNccl(ModuleType):
         registers: What an allocation's registration comes to on each rank; None: no memory.
         group: The ranks, which come together to make a communicator.
     """
+
+    OutOfMemoryError = OutOfMemoryError
 
     def __init__(self, registers: list[str | None] | None = None, group: Any = None) -> None:
         super().__init__("_nccl")

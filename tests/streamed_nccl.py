@@ -60,7 +60,10 @@ def make(cuda: Cuda, policy: str = "lazy", seed: int = 0) -> NcclComm:
 
     return NcclComm(
         module=SimpleNamespace(
-            Communicator=communicator, unique_id=module.unique_id, torch_side=_Side(cuda)
+            Communicator=communicator,
+            OutOfMemoryError=module.OutOfMemoryError,
+            unique_id=module.unique_id,
+            torch_side=_Side(cuda),
         )
     )
 

@@ -32,7 +32,7 @@ from test_mixed_precision import fp32_master
 from torch import nn
 
 from fsdp_kernels import NcclComm, _ext, environment, fully_shard, record_schedule, trace
-from fsdp_kernels.comm import Comm, NcclOptions, Ticket, pick
+from fsdp_kernels.comm import Comm, NcclOptions, Ticket, nccl, pick
 
 GATHER = "fk.gather[layers.3/0]"
 ADVICE = (
@@ -122,7 +122,7 @@ def over_nccl(rank: int, world: int, function: Callable[..., Any], *args: Any) -
     """Call another test's function where `comm=None` means `NcclComm`."""
     module = simulated("random", seed=world)
     _ext.load = lambda name: module if name == "_nccl" else _ext.NOT_BUILT  # type: ignore
-    pick.choose = lambda device: pick.Choice("nccl", "a test says so")  # type: ignore
+    pick.choose = lambda *_: pick.Choice("nccl", "a test says so")  # type: ignore
     result = function(rank, world, *args)
     assert environment()["comm"] == "nccl"
     assert module.violations() == []
@@ -469,6 +469,33 @@ def _forgotten(rank: int, world: int) -> dict[str, int]:
 def test_a_communicator_that_nobody_closed_leaves_nothing() -> None:
     nothing = dict.fromkeys(("streams", "events", "comms", "memory", "registrations"), 0)
     assert run_ranks(_forgotten, 2) == [nothing] * 2
+
+
+def _ends_with_work_under_way(rank: int, world: int) -> list[str]:
+    comm = make(timeout_s=600.0)
+    store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+    if rank == 1:
+        store.wait(["rank 0 has ended"])
+        comm.abort("on purpose")
+        return []
+    ticket = comm.all_gather(torch.ones(2 * world), torch.ones(2), label=GATHER)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_kernels").addHandler(handler)
+    nccl._PATIENCE_S = 0.5
+    nccl._end_all()
+    store.set("rank 0 has ended", "")
+    ticket.cancel()
+    return lines
+
+
+def test_a_program_that_ends_with_work_under_way_does_not_wait_for_its_peers() -> None:
+    (line,) = run_ranks(_ends_with_work_under_way, 2, timeout=60)[0]
+    assert line == (
+        "communicator 'fk0': expected what is under way to complete within 0.5 s, got more on rank "
+        "0. It was aborted; wait for it before the program ends."
+    )
 
 
 def test_the_simulation_and_the_real_module_may_share_a_process() -> None:

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -415,34 +416,29 @@ def test_memory_comes_from_the_module_and_its_messages_are_logged_once() -> None
 
 def _short_of_memory(rank: int, world: int) -> None:
     cpu, log = torch.device("cpu"), logged()
+    text = r"^NcclComm: expected 9 bytes of NCCL's memory on rank 0, got none even after torch's ca"
     for registration, aborts in (("local", False), ("symmetric", True)):
         options = NcclOptions(registration=registration)  # type: ignore[arg-type]
         comm = NcclComm(options=options, module=(module := FakeNccl()))
         made = module.made[0]
-
-        def give_it_back() -> None:
-            made.registers = registration  # noqa: B023
-
-        made.registers = None  # until torch's allocator gives it back
-        made.messages = ["ncclMemAlloc gave none: from torch's allocator instead"]
-        module.torch_side.empty_cache = give_it_back  # type: ignore[method-assign]
+        made.exhausted = True  # until torch's allocator gives it back
+        module.torch_side.empty_cache = partial(setattr, made, "exhausted", False)  # type: ignore
         assert comm.allocate(9, cpu, collective=True).shape == (9,)
-
-        made.registers = None  # and this time that does not help
+        made.exhausted = True  # and this time that does not help
         module.torch_side.empty_cache = lambda: None  # type: ignore[method-assign]
-        text = r"^NcclComm: expected 9 bytes of NCCL's memory on cpu, got none on rank 0, even"
         with pytest.raises(torch.OutOfMemoryError, match=text):
             comm.allocate(9, cpu, collective=False)
         assert made.failure is None
         with pytest.raises(torch.OutOfMemoryError, match=text) as info:
             comm.allocate(9, cpu, collective=True)
+        assert "the words of the module" in str(info.value)
         assert made.failure == (f"aborted: {info.value}" if aborts else None)
-    assert log == [], "of a fallback that there was not"
 
-    # Unregistered memory may come from anywhere.
+    # Memory that is not registered may come from anywhere.
     comm = NcclComm(options=NcclOptions(registration="none"), module=(module := FakeNccl()))
-    module.made[0].registers = None
+    module.made[0].exhausted = True
     assert comm.allocate(9, cpu, collective=True).shape == (9,)
+    assert log == []
 
 
 def test_a_rank_that_runs_out_of_memory_does_not_go_on_with_another_kind() -> None:

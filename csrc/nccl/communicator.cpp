@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nccl/communicator.h"
 
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -22,7 +23,7 @@ Communicator::~Communicator() {
     // Its threads, locks and handles are the parent's.
     static_cast<void>(state_.release());
   } else if (!state_->closed.exchange(true)) {
-    state_->shut(false);
+    state_->shut(std::nullopt);
   }
 }
 
@@ -187,14 +188,14 @@ void Communicator::abort(const std::string& why) noexcept {
   state_->abort_channels();
 }
 
-void Communicator::close() noexcept {
+void Communicator::close(double within_s) noexcept {
   if (state_->context->forked()) {
     state_->closed = true;
     return;
   }
   if (state_->closed.exchange(true)) return;
   const std::lock_guard lock(state_->mutex);
-  state_->shut(true);
+  state_->shut(within_s);
 }
 
 }  // namespace fk::nccl

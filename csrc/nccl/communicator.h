@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -73,9 +74,10 @@ class Communicator {
   // Ends what is on the device, and does not wait for it. Later calls throw a text with `why`.
   void abort(const std::string& why) noexcept;
 
-  // Waits for the work in flight and for the peers, within limits, also where what ends a
-  // communicator is held up by another: messages say so. A second call does nothing.
-  void close() noexcept;
+  // Waits for the work in flight and for the peers, for so long in all and within limits of their
+  // own, also where what ends a communicator is held up by another: messages say so. A second call
+  // does nothing.
+  void close(double within_s = std::numeric_limits<double>::infinity()) noexcept;
 
  private:
   struct State;

@@ -185,12 +185,29 @@ void Communicator::State::report_late(const std::string& text) noexcept {
   memory.report("late", text);
 }
 
-void Communicator::State::shut(bool orderly) noexcept {
+void Communicator::State::finish(double within_s) noexcept {
+  const Stopwatch watch;
+  for (Backoff backoff; !context->failure.is_set() && watchdog->look(); backoff.pause()) {
+    if (watch.seconds() < within_s) continue;
+    memory.report("close", cat(where, ": expected what is under way to complete within ",
+                               seconds(within_s), ", got more on rank ", options.rank,
+                               ". It was aborted; wait for it before the program ends."));
+    return;
+  }
+  for (const auto& channel : channels) {
+    if (context->failure.is_set()) return;
+    const double left = std::max(within_s - watch.seconds(), 0.0);
+    const auto late = channel->finalize(std::min({options.timeout_s, kCloseLimit, left}));
+    if (late) memory.report("close", *late);
+  }
+}
+
+void Communicator::State::shut(std::optional<double> within_s) noexcept {
   std::optional<DeviceGuard> guard;
   try {
     guard.emplace(*context, where);
   } catch (const std::exception&) {
-    orderly = false;  // CUDA answers no more; what can be freed is freed
+    within_s.reset();  // CUDA answers no more; what can be freed is freed
   }
   const RelaxedCapture relaxed(context->api);
   const double limit = let_go_limit();
@@ -201,14 +218,7 @@ void Communicator::State::shut(bool orderly) noexcept {
                     ". A call of CUDA or NCCL holds it. A thread is left behind, which waits for "
                     "it."));
   }
-  if (orderly) {
-    for (Backoff backoff; !context->failure.is_set() && watchdog->look();) backoff.pause();
-  }
-  for (const auto& channel : channels) {
-    if (!orderly || context->failure.is_set()) break;
-    const auto late = channel->finalize(std::min(options.timeout_s, kCloseLimit));
-    if (late) memory.report("close", *late);
-  }
+  if (within_s) finish(*within_s);
   let_go();
 }
 

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,8 +41,9 @@ struct Communicator::State {
   void fail(const std::string& text);
   void abort_channels() noexcept;
 
-  // Ends everything; `orderly` waits for what is in flight and for the peers.
-  void shut(bool orderly) noexcept;
+  // Ends everything; waits for what is in flight and for the peers first, if told for how long.
+  void shut(std::optional<double> within_s) noexcept;
+  void finish(double within_s) noexcept;
 
   bool is_alive() const;  // some communicator of NCCL is there, joined or not
   Memory::Channels open_channels() const;

@@ -172,6 +172,7 @@ class Meeting:
     Attributes:
         side: Torch's side of the device.
         device, rank, world, timeout_s: See `NcclComm`.
+        out_of_memory: What the module raises where there is no memory.
         name: The communicator's, equal on every rank: ranks make their communicators in one order.
     """
 
@@ -184,6 +185,7 @@ class Meeting:
     ) -> None:
         known = _member(group)
         self._module = _built_module() if module is None else module
+        self.out_of_memory: type[RuntimeError] = self._module.OutOfMemoryError
         self._options = options
         self.side: TorchSide = getattr(self._module, "torch_side", None) or CudaSide()
         self.device = self.side.resolve(device)

@@ -165,27 +165,31 @@ class NcclComm:
         native = self._open("allocate", device)
         if not nbytes or not self._allocates:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        buffer = native.allocate(nbytes, collective)
-        if buffer is None:
-            native.take_messages()  # of falling back, which this rank may not do alone
-            self._meeting.side.empty_cache()  # what torch keeps unused, NCCL cannot have
+        try:
             buffer = native.allocate(nbytes, collective)
-        if buffer is None and not self._registers:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        if buffer is None:
-            self._run_out_of_memory(nbytes, collective)
+        except self._meeting.out_of_memory:
+            buffer = self._try_again(nbytes, collective)
         self._log_messages()
+        if buffer is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._meeting.side.tensor(buffer, self.device)
 
-    def _run_out_of_memory(self, nbytes: int, collective: bool) -> NoReturn:
-        text = (
-            f"NcclComm: expected {nbytes} bytes of NCCL's memory on {self.device}, got none on "
-            f"rank {self.rank}, even after torch's cache was emptied. Other ranks have registered "
-            "theirs, so torch's own would not do: use smaller units or batches."
-        )
-        if collective and self.symmetric:
-            self._native.abort(text)  # the others wait for this rank in the registration
-        raise torch.OutOfMemoryError(text)
+    def _try_again(self, nbytes: int, collective: bool) -> Any:
+        """Allocate after an attempt without success."""
+        self._meeting.side.empty_cache()  # what torch keeps unused, NCCL cannot have
+        try:
+            return self._native.allocate(nbytes, collective)
+        except self._meeting.out_of_memory as error:
+            if not self._registers:
+                return None
+            text = (
+                f"NcclComm: expected {nbytes} bytes of NCCL's memory on rank {self.rank}, got none "
+                "even after torch's cache was emptied. Other ranks have registered theirs, so "
+                f"torch's own would not do: use smaller units or batches. ({error})"
+            )
+            if collective and self.symmetric:
+                self._native.abort(text)  # the others wait for this rank in the registration
+            raise torch.OutOfMemoryError(text) from error
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -318,9 +322,7 @@ class NcclComm:
     # -- the end ----------------------------------------------------------------------------------
 
     def abort(self, why: str) -> None:
-        """Stop what is under way on this rank; every later call raises.
-
-        Returns once NCCL has stopped, for which kernels that wait for nobody may have to end.
+        """Stop what is under way on this rank, without waiting; every later call raises.
 
         Args:
             why: What the errors of later calls say.
@@ -413,10 +415,7 @@ def _end_all() -> None:
 def _end(native: Any, hosts: Hosts | None, pid: int) -> None:
     """Close a communicator that nobody has closed: it is collected, or the program ends."""
     if os.getpid() == pid:  # a fork has neither the threads nor the connections
-        try:
-            native.close(_PATIENCE_S)
-        except TypeError:  # a module built before there was a limit
-            native.close()
+        native.close(_PATIENCE_S)
         _let_go(native, hosts)
 
 
