@@ -31,6 +31,7 @@ from models import (
     varied,
 )
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -278,6 +279,42 @@ def aborted(rank: int, world: int, where: Where) -> list[str]:
     comm.close()
     comm.close()
     return messages
+
+
+def stops_after_a_gather(rank: int, world: int, where: Where) -> str | None:
+    """As in a backward: a gather behind a reduction, to which the last rank does not come.
+
+    They run on communicators of their own, and for either to end both must be aborted. Return what
+    a rank is told, None on the last; closing is still possible.
+    """
+    comm = where.comm(rank, world)
+    device = comm.device
+    synchronize: Callable[[], None] = torch.cuda.synchronize
+    if device.type != "cuda":
+        module = comm._meeting._module
+        compute: int = module.create_stream()  # a wait on the host's own stream would block
+        comm.current_stream, synchronize = lambda: compute, module.synchronize
+    comm.prepare_reductions()
+    full, shard = torch.ones(8 * world, device=device), torch.ones(8, device=device)
+    comm.reduce_scatter(shard, full, label="fk.reduce[layers.3/0]").wait()
+    comm.all_gather(full, shard, label="fk.gather[layers.2/0]").wait()
+    synchronize()
+    store = distributed_c10d._get_default_store()
+    if rank == world - 1:
+        store.wait([f"told {other}" for other in range(rank)])
+        comm.abort("the test is over")
+        return None
+    message = None
+    try:
+        comm.reduce_scatter(shard, full, label="fk.reduce[layers.2/0]").wait()
+        comm.all_gather(full, shard, label="fk.gather[layers.1/0]").wait()
+        synchronize()
+        comm.all_gather(full, shard, label="fk.gather[layers.0/0]").wait()
+    except RuntimeError as error:
+        message = str(error)
+    comm.close()
+    store.set(f"told {rank}", "")
+    return message
 
 
 def outlives_the_last_rank(rank: int, world: int, where: Where) -> str | None:

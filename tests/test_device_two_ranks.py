@@ -123,6 +123,14 @@ def test_a_dead_rank_is_an_error(place: Where) -> None:
     assert "expected all_gather to complete on all 2 ranks (nccl), got on rank 0" in message
 
 
+@pytest.mark.gpu
+def test_a_gather_behind_a_reduction_that_hangs(place: Where) -> None:
+    limited = Where(environ=place.environ, options={**place.options, "timeout_s": 4.0})
+    message, nothing = run_ranks(cases.stops_after_a_gather, 2, limited, fresh=True, timeout=40)
+    assert nothing is None
+    assert "fk.reduce[layers.2/0]: expected reduce_scatter to complete on all 2 ranks" in message
+
+
 # ---- the choice of a way, without a device
 
 

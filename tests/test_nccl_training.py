@@ -58,6 +58,16 @@ def test_a_dead_rank() -> None:
         assert message.startswith("fk.gather[layers.3/0]: expected all_gather to complete on all 3")
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_gather_behind_a_reduction_that_hangs(world: int) -> None:
+    where = cases.Where("cpu", options={"timeout_s": 2.0})
+    messages = run_ranks(cases.stops_after_a_gather, world, where)
+    assert messages[-1] is None
+    for message in messages[:-1]:
+        assert "fk.reduce[layers.2/0]: expected reduce_scatter to complete on all" in message
+        assert "; issued after it: fk.gather[layers.1/0] (all_gather)" in message
+
+
 @pytest.mark.parametrize("body", ["buffers_are_given_back", "step_without_waiting", "side_stream"])
 def test_bodies_of_device_tests(body: str) -> None:
     """As far as they go without a device: their lines run, and the numbers are right."""
