@@ -11,26 +11,33 @@
 namespace fk::nccl {
 
 struct Task::State {
+  std::function<void()> call;
   std::mutex mutex;
   std::condition_variable ended;
   bool over = false;
 };
 
+void Task::run(const std::shared_ptr<State>& state) noexcept {
+  state->call();
+  state->call = nullptr;  // and what it owned
+  const std::lock_guard lock(state->mutex);
+  state->over = true;
+  state->ended.notify_all();
+}
+
+Task Task::elsewhere(std::function<void()> call) {
+  Task task;
+  task.state_ = std::make_shared<State>();
+  task.state_->call = std::move(call);
+  std::thread([state = task.state_] { run(state); }).detach();
+  return task;
+}
+
 Task::Task(std::function<void()> call) noexcept {
-  const auto state = std::make_shared<State>();
-  const auto work = std::make_shared<std::function<void()>>(std::move(call));
-  const auto run = [state, work] {
-    (*work)();
-    *work = nullptr;  // and what it owned
-    const std::lock_guard lock(state->mutex);
-    state->over = true;
-    state->ended.notify_all();
-  };
-  state_ = state;
   try {
-    std::thread(run).detach();
+    *this = elsewhere(call);
   } catch (const std::system_error&) {
-    run();
+    call();
   }
 }
 

@@ -16,11 +16,16 @@ class Task {
   // threads.
   explicit Task(std::function<void()> call) noexcept;
 
+  // The same, but never here: throws std::system_error.
+  static Task elsewhere(std::function<void()> call);
+
   // Whether the call has returned by then. Any thread.
   bool wait(double limit_s) const;
 
  private:
   struct State;
+  static void run(const std::shared_ptr<State>& state) noexcept;
+
   std::shared_ptr<State> state_;
 };
 

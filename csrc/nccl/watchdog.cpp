@@ -32,7 +32,7 @@ Watchdog::Watchdog(std::shared_ptr<Context> context, std::vector<std::shared_ptr
 }
 
 void Watchdog::start() {
-  thread_ = Task([self = shared_from_this()] { self->run(); });
+  thread_ = Task::elsewhere([self = shared_from_this()] { self->run(); });
 }
 
 bool Watchdog::stop(double limit_s) {
