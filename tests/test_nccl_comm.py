@@ -32,7 +32,7 @@ from test_mixed_precision import fp32_master
 from torch import nn
 
 from fsdp_kernels import NcclComm, _ext, environment, fully_shard, record_schedule, trace
-from fsdp_kernels.comm import Comm, NcclOptions, Ticket, nccl, pick
+from fsdp_kernels.comm import Comm, NcclOptions, Ticket, _nccl_end, pick
 
 GATHER = "fk.gather[layers.3/0]"
 ADVICE = (
@@ -483,8 +483,8 @@ def _ends_with_work_under_way(rank: int, world: int) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fsdp_kernels").addHandler(handler)
-    nccl._PATIENCE_S = 0.5
-    nccl._end_all()
+    _nccl_end._PATIENCE_S = 0.5
+    _nccl_end._end_all()
     store.set("rank 0 has ended", "")
     ticket.cancel()
     return lines

@@ -24,7 +24,7 @@ from harness import run_ranks, run_ranks_outcomes
 from models import Block, Net, build
 
 from fsdp_kernels import NcclComm, _ext, fully_shard
-from fsdp_kernels.comm import Comm, NcclOptions, Ticket, _nccl_setup, nccl, pick
+from fsdp_kernels.comm import Comm, NcclOptions, Ticket, _nccl_end, _nccl_setup, pick
 from fsdp_kernels.runtime import Runtime
 
 GATHER = "fk.gather[layers.3/0]"
@@ -535,10 +535,10 @@ def _ends_by_an_exception(rank: int, world: int) -> None:
     del collected
     gc.collect()
     assert dropped.failure is None, "an exception that a notebook has shown ends nothing"
-    nccl._end_all()
+    _nccl_end._end_all()
     assert made.failure == "aborted: the program ended by an exception"
     assert not comm.closed
-    nccl._end_all()
+    _nccl_end._end_all()
     for one in (made, dropped):
         assert one.closed_in == [os.getpid()]
         assert one.closed_within == [5.0], "peers may never come"

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +13,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
+from fsdp_kernels.comm._nccl_end import close, end_with, log_messages
 from fsdp_kernels.comm._nccl_setup import REGISTRATIONS, Meeting, NcclOptions
 from fsdp_kernels.comm._nccl_ticket import NcclTicket
 from fsdp_kernels.comm.base import (
@@ -35,12 +32,7 @@ from fsdp_kernels.streams import Streams
 if TYPE_CHECKING:
     from fsdp_kernels.comm._groups import Hosts
 
-logger = logging.getLogger("fsdp_kernels")
-
 _DEFAULT_OPTIONS = NcclOptions()
-# How long a communicator that nobody closed waits for its peers: they may never come, and nobody
-# reads what is under way.
-_PATIENCE_S = 5.0
 
 # NCCL's name of each dtype, and how many of its elements one of ours is: sums of complex numbers
 # are sums of their parts.
@@ -118,9 +110,7 @@ class NcclComm:
             native.abort(f"it could not be made ({error})")  # the others must not wait for it
             native.close()
             raise
-        self._ended = weakref.finalize(self, _end, native, self._hosts, os.getpid())
-        self._ended.atexit = False  # `_end_all` does that
-        _open.add(self)
+        end_with(self, native, self._hosts)
 
     def _settle_registration(self, options: NcclOptions) -> None:
         """Let every rank register as much as each of them can: NCCL wants them alike."""
@@ -134,7 +124,7 @@ class NcclComm:
         if least < asked:
             self._native.limit_registration(REGISTRATIONS[max(least, 0)])
         self.symmetric = least == REGISTRATIONS.index("symmetric")
-        self._log_messages()
+        log_messages(self._native)
 
     def _least_registration(self, *, collective: bool) -> int:
         """The least that a buffer's registration comes to on any rank; -1 where one got none."""
@@ -169,7 +159,7 @@ class NcclComm:
             buffer = native.allocate(nbytes, collective)
         except self._meeting.out_of_memory:
             buffer = self._try_again(nbytes, collective)
-        self._log_messages()
+        log_messages(self._native)
         if buffer is None:
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._meeting.side.tensor(buffer, self.device)
@@ -210,7 +200,7 @@ class NcclComm:
         if native is None or native.has_reductions:
             return
         self._meeting.open_reductions(native)
-        self._log_messages()
+        log_messages(self._native)
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
@@ -334,11 +324,8 @@ class NcclComm:
         """Finish what is under way, then let communicators, streams and the watchdog go."""
         native, self._native = self._native, None
         if native is not None:
-            self._ended.detach()
-            _open.discard(self)
             self._streams.close()
-            native.close()
-            _let_go(native, self._hosts)
+            close(self)
             self._hosts = None
 
     # -- inside -----------------------------------------------------------------------------------
@@ -353,10 +340,6 @@ class NcclComm:
         ]
         if issued:
             trace.collectives(trace.compute_stream(stream), issued)
-
-    def _log_messages(self) -> None:
-        """Log what was done otherwise than asked for, each once."""
-        _log(self._native.take_messages())
 
     def _open(self, label: str, device: torch.device) -> Any:
         native = self._native
@@ -391,41 +374,3 @@ class NcclComm:
             f"{label}: expected {operation} to complete on all {self.world} ranks (nccl), got on "
             f"rank {self.rank} an earlier failure: {text}"
         )
-
-
-# Those that nobody has closed.
-_open: weakref.WeakSet[NcclComm] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """Close what is open when the program ends: no watchdog may outlive the interpreter."""
-    for comm in list(_open):
-        ended = comm._ended.detach()
-        if ended is None:
-            continue
-        native, hosts, pid = ended[2]
-        if os.getpid() == pid and getattr(sys, "last_value", None) is not None:
-            # The program ends by an exception. What is under way waits for peers, which wait for
-            # this rank: to wait for them here would hide its error.
-            native.abort("the program ended by an exception")
-        _end(native, hosts, pid)
-
-
-def _end(native: Any, hosts: Hosts | None, pid: int) -> None:
-    """Close a communicator that nobody has closed: it is collected, or the program ends."""
-    if os.getpid() == pid:  # a fork has neither the threads nor the connections
-        native.close(_PATIENCE_S)
-        _let_go(native, hosts)
-
-
-def _let_go(native: Any, hosts: Hosts | None) -> None:
-    """Do what is left after the module's own close."""
-    _log(native.take_messages())
-    if hosts is not None:
-        hosts.close()
-
-
-def _log(messages: list[str]) -> None:
-    for message in messages:
-        logger.warning("%s", message)
