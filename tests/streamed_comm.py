@@ -197,6 +197,10 @@ class StreamedComm:
     name = "streamed"
     symmetric = False
 
+    @property
+    def everyone(self) -> Comm:
+        return self
+
     def __init__(self, inner: Comm, cuda: Cuda) -> None:
         self._inner = inner
         self.cuda = cuda

@@ -55,6 +55,15 @@ class Ticket(ABC):
             )
 
 
+class DoneTicket(Ticket):
+    """A collective that needed no other rank, or was through when it was called."""
+
+    __slots__ = ()
+
+    def _finish(self) -> None:
+        pass
+
+
 class PlacedParams(Protocol):
     """The full parameters of one bucket, in memory that all ranks share.
 
@@ -106,6 +115,8 @@ class Comm(Protocol):
         world: Number of ranks in the group.
         symmetric: Whether peers address one another's full buffers, so that a gather must fill the
             same pool slot on every rank.
+        everyone: All ranks that train the model, which gradients are the mean over: itself, unless
+            these ranks share one of several replicas.
         process_group: A process group of the same ranks, for what torch sends by itself, such as
             distributed checkpoints; None after `close`.
     """
@@ -114,6 +125,11 @@ class Comm(Protocol):
     rank: int
     world: int
     symmetric: bool
+
+    @property
+    def everyone(self) -> Comm:
+        """See the class."""
+        ...
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -17,6 +17,7 @@ from fsdp_kernels.comm._nccl_end import close, end_with, log_messages
 from fsdp_kernels.comm._nccl_setup import REGISTRATIONS, Meeting, NcclOptions
 from fsdp_kernels.comm._nccl_ticket import NcclTicket
 from fsdp_kernels.comm.base import (
+    Comm,
     PlacedParams,
     ReduceName,
     Ticket,
@@ -134,6 +135,11 @@ class NcclComm:
         return -int(self.agree(words, label="NcclComm").item())
 
     # -- memory, streams, order -------------------------------------------------------------------
+
+    @property
+    def everyone(self) -> Comm:
+        """This communicator itself; see `Comm`."""
+        return self
 
     @property
     def closed(self) -> bool:

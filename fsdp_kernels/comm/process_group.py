@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from fsdp_kernels.comm._groups import twin
 from fsdp_kernels.comm.base import (
+    Comm,
+    DoneTicket,
     PlacedParams,
     ReduceName,
     Ticket,
@@ -89,6 +91,11 @@ class ProcessGroupComm:
         """The group itself; see `Comm`."""
         return self._group
 
+    @property
+    def everyone(self) -> Comm:
+        """This communicator itself; see `Comm`."""
+        return self
+
     def streams(self, device: torch.device) -> Streams:
         """Return streams without roles: torch orders its own against the current one."""
         if device.type != "cuda":
@@ -126,7 +133,7 @@ class ProcessGroupComm:
         if self._is_local(full):
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
-            return _DoneTicket(label)
+            return DoneTicket(label)
         if full.dtype not in _MOVABLE:
             full, shard = full.view(torch.uint8), shard.view(torch.uint8)
         try:
@@ -144,7 +151,7 @@ class ProcessGroupComm:
         if self._is_local(full):
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
-            return _DoneTicket(label)
+            return DoneTicket(label)
         try:
             if self._gloo_on_cpu and not full.is_cuda:
                 parts = self._scratch.take(full)
@@ -163,7 +170,7 @@ class ProcessGroupComm:
         check_reducible(tensor, op, label)
         group = self._group or self._refuse_closed(label)
         if self._is_local(tensor):
-            return _DoneTicket(label)
+            return DoneTicket(label)
         tensor = _as_real(tensor)
         try:
             work = dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)
@@ -177,7 +184,7 @@ class ProcessGroupComm:
         check_contiguous(tensor, label)
         group = self._group or self._refuse_closed(label)
         if self._is_local(tensor):
-            return _DoneTicket(label)
+            return DoneTicket(label)
         if tensor.dtype not in _MOVABLE:
             tensor = tensor.detach().reshape(-1).view(torch.uint8)
         try:
@@ -220,15 +227,6 @@ class ProcessGroupComm:
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-class _DoneTicket(Ticket):
-    """A collective that needed no other rank."""
-
-    __slots__ = ()
-
-    def _finish(self) -> None:
-        pass
 
 
 class _WorkTicket(Ticket):

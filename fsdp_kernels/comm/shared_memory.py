@@ -16,6 +16,7 @@ from fsdp_kernels import ops
 from fsdp_kernels.comm._arena import Area, Arena
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable
 from fsdp_kernels.comm.base import (
+    Comm,
     PlacedParams,
     ReduceName,
     Ticket,
@@ -88,6 +89,11 @@ class SharedMemoryComm:
         return self._group.process_group
 
     # -- memory and order -------------------------------------------------------------------------
+
+    @property
+    def everyone(self) -> Comm:
+        """This communicator itself; see `Comm`."""
+        return self
 
     def streams(self, device: torch.device) -> Streams:
         """Return streams without roles: the host's order is the order; see `Comm`."""
