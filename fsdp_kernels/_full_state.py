@@ -58,7 +58,7 @@ class Members:
         for runtime in {id(b.runtime): b.runtime for b in buckets.values()}.values():
             runtime.recover()
         first = next(iter(buckets.values()))
-        return cls(params, buffers, other, Peers(first.comm, first.device))
+        return cls(params, buffers, other, Peers(first.comm.everyone, first.device))
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -16,10 +16,13 @@ from fsdp_kernels._unit_plan import Entry, Plan
 from fsdp_kernels.bucket import Bucket, Dtypes, Resources, Site
 from fsdp_kernels.comm import pick
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable
+from fsdp_kernels.comm._grid import Grid, connect
 from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.comm.hybrid import HybridComm
 from fsdp_kernels.comm.shared_memory import SharedMemoryComm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.layout import BucketLayout, group_parameters
+from fsdp_kernels.strategy import ZERO3, Strategy
 from fsdp_kernels.trace import label
 from fsdp_kernels.unit import Unit
 
@@ -38,12 +41,19 @@ def pick_comm(
     mesh: DeviceMesh | None,
     plan: Plan,
     policy: MixedPrecisionPolicy,
+    strategy: Strategy,
 ) -> Comm:
     """The backend that `comm` names, over the ranks of `mesh`; says on rank 0 which it is.
 
     One of ours over shared memory has all of it that the plan needs.
     """
     if isinstance(comm, Comm):
+        if strategy.replicates and comm.world > 1:
+            raise ValueError(
+                f"{where}: expected a backend's name with strategy 'replicate', got a "
+                f"{type(comm).__name__} of {comm.world} ranks, which would shard. Name the "
+                "backend, or pass a HybridComm whose shard group has one rank."
+            )
         return comm
     if comm is not None and comm not in pick.NAMES:
         raise ValueError(
@@ -55,30 +65,36 @@ def pick_comm(
             f"{where}: expected an initialised process group, got none. Call "
             "torch.distributed.init_process_group first, or start the program with torchrun."
         )
-    if mesh is not None and mesh.ndim != 1:
+    if mesh is not None and mesh.ndim > 2:
         raise ValueError(
-            f"{where}: expected a 1-D mesh, got {mesh.ndim}-D. Hybrid sharding does not exist yet."
+            f"{where}: expected a 1-D mesh, or a 2-D one (replicate x shard), got {mesh.ndim}-D. "
+            "Pass a slice of it, as in mesh['replicate', 'shard']."
         )
-    group = None if mesh is None else mesh.get_group()
+    grid = Grid.of(mesh, replicates=strategy.replicates)
     if comm is None:
-        choice = pick.choose(plan.device.type, dist.get_world_size(group))
+        choice = pick.choose(plan.device.type, len(grid.rows[0]))
     else:
         choice = pick.Choice(comm, "as asked for")
     try:
-        made = pick.make(choice.name, group, plan.device)
-        if isinstance(made, SharedMemoryComm):
-            made.reserve(*_shared_bytes(plan, policy, made.world))
-    except ArenaUnavailable as error:  # the same on every rank
+        made = connect(choice.name, grid, plan.device)
+        inside = made.shard if isinstance(made, HybridComm) else made
+        if isinstance(inside, SharedMemoryComm):
+            inside.reserve(*_shared_bytes(plan, policy, inside.world))
+    except ArenaUnavailable as error:  # the same on every rank that would share
         if comm is not None:
             raise
         choice = pick.Choice("process_group", f"no shared memory: {error}", lacking=True)
-        made = pick.make(choice.name, group, plan.device)
-    if made.rank == 0:
-        level = logging.WARNING if choice.lacking and choice.reason not in _told else logging.INFO
-        _told.add(choice.reason)
-        text = "%s: %s over %d ranks on %s (%s)"
-        logger.log(level, text, where, made.name, made.world, plan.device, choice.reason)
+        made = connect(choice.name, grid, plan.device)
+    if made.everyone.rank == 0:
+        name = made.name if strategy is ZERO3 else f"{strategy.name} with {made.name}"
+        _say(where, f"{name} over {grid.size}", plan.device, choice)
     return made
+
+
+def _say(where: str, what: str, device: torch.device, choice: pick.Choice) -> None:
+    level = logging.WARNING if choice.lacking and choice.reason not in _told else logging.INFO
+    _told.add(choice.reason)
+    logger.log(level, "%s: %s ranks on %s (%s)", where, what, device, choice.reason)
 
 
 def _shared_bytes(plan: Plan, policy: MixedPrecisionPolicy, world: int) -> tuple[list[int], int]:
@@ -107,14 +123,18 @@ def sync_buffers(module: nn.Module, comm: Comm) -> None:
 
 
 def build_units(
-    plan: Plan, policy: MixedPrecisionPolicy, resources: Resources, sync: bool
+    plan: Plan,
+    policy: MixedPrecisionPolicy,
+    resources: Resources,
+    strategy: Strategy,
+    sync: bool,
 ) -> list[Unit]:
     """Make units and buckets, and turn the parameters into `FlatShard`s, bucket by bucket."""
     units = []
     for module, entries in plan.owners.items():
         groups = _groups(entries)
         buckets = [_build_bucket(group, policy, resources, sync) for group in groups]
-        unit = Unit(module, buckets)
+        unit = Unit(module, buckets, strategy)
         modules = {site_module for entry in entries for site_module, _ in entry.sites}
         unit.rnns = [m for m in modules if isinstance(m, nn.RNNBase)]
         units.append(unit)

@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
 from fsdp_kernels.accesses import FULL_PARAMS, SHARD_MASTER, SHARD_PARAMS, announce, note
-from fsdp_kernels.comm.base import Comm, PlacedParams, Ticket
+from fsdp_kernels.comm.base import Comm, DoneTicket, PlacedParams, Ticket
 from fsdp_kernels.flat_shard import FlatShard, Geometry
 from fsdp_kernels.grads import BucketGrads
 from fsdp_kernels.layout import BucketLayout
@@ -92,7 +92,8 @@ class Bucket:
         full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream,
             owned by the pool.
         params: The registered `FlatShard`s, in segment order.
-        users: The compute streams that read `full_params`.
+        users: The compute streams that read `full_params`, or what is kept of them.
+        keeps: Whether full parameters stay in their slot from one gather to the next.
         slot: What `full_params` lies in, while gathered.
         leaves: The `nn.Parameter`s that the forward reads while gathered.
         grads: The gradients' half of the bucket.
@@ -133,6 +134,8 @@ class Bucket:
         self._ticket: Ticket | None = None
         self.users = Users()
         self._gathered_version = (-1, -1)
+        self.keeps = False
+        self._kept: Slot | None = None
         self._freed_views = [self._freed_view(shape) for shape in shapes]
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in self._freed_views]
         self._leaf_versions = [leaf._version for leaf in self.leaves]
@@ -188,6 +191,8 @@ class Bucket:
 
     def move_to(self, resources: Resources) -> None:
         """Share another root's pools and communicator; the bucket is sharded and idle."""
+        if resources is not self.resources:
+            self.let_go()
         self.resources = resources
         for param in self.params:
             param.geometry.comm = resources.comm
@@ -234,6 +239,11 @@ class Bucket:
             note(self, "cast", SHARD_MASTER, SHARD_PARAMS)
             self._compute_version = self.edit_version
         name = label("gather", self.unit.name, self.index)
+        if self._kept is not None:
+            if self.has_kept():
+                self._reuse(self._kept)
+                return
+            self.let_go()
         slot = self._home
         if slot is not None:
             self._revert_writes()
@@ -305,7 +315,7 @@ class Bucket:
             names.pop(name, None)
 
     def free(self) -> None:
-        """Hide the full parameters and give the slot back.
+        """Hide the full parameters and give the slot back, or keep it.
 
         Raises:
             RuntimeError: Somebody edited a gathered parameter in place; the edit would be lost.
@@ -319,22 +329,73 @@ class Bucket:
             self.hide()
             for leaf, view in zip(self.leaves, self._freed_views, strict=True):
                 leaf.data = view
-        if self.users.places:
-            self.users.join(self.resources.streams)
-            self.users.places.clear()
-        emit("free", self.unit.name, self.index)
-        note(self, "free", FULL_PARAMS)
-        slot, self.slot, self.full_params = self.slot, None, None
-        if self.placed is None:
-            self.resources.params.give_back(slot)
-            self._check_leaves()
+        if self.placed is not None:
+            self._release(self.placed, self.slot)
             return
+        if self.keeps:
+            self._kept, self.slot, self.full_params = self.slot, None, None
+        else:
+            self._give_back(self.slot)
+        self._check_leaves()
+
+    def _give_back(self, slot: Slot) -> None:
+        self._end_use()
+        self.slot = self.full_params = None
+        self.resources.params.give_back(slot)
+
+    def _release(self, placed: PlacedParams, slot: Slot) -> None:
+        self._end_use()
+        self.slot = self.full_params = None
         try:
             self._check_leaves()
             if slot.holders() > slot.own_holders:
                 self._leave_to_holders(slot)
         finally:
-            self.placed.release()
+            placed.release()
+
+    def _end_use(self) -> None:
+        if self.users.places:
+            self.users.join(self.resources.streams)
+            self.users.places.clear()
+        emit("free", self.unit.name, self.index)
+        note(self, "free", FULL_PARAMS)
+
+    # -- keeping the full parameters from one gather to the next ----------------------------------
+
+    def keep(self) -> None:
+        """Let a free keep what was gathered for the next gather, as long as nobody changed it.
+
+        Alone in its group, a rank's shard is the full parameters: they need no memory beside it.
+        """
+        self.keeps = self.placed is None  # what ranks share is not copied, so it needs no keeping
+        if self.comm.world == 1:
+            # An alias with a version counter of its own: leaves have theirs.
+            own = self.shard_params.data.view(torch.uint8)
+            self._kept = Slot(own, self.resources.streams.here(), f"shard params {self.names[0]}")
+
+    def has_kept(self) -> bool:
+        """Whether the next gather needs nothing but what was kept."""
+        if self._kept is None:
+            return False
+        return self.comm.world == 1 or self.is_current()
+
+    def has_stale(self) -> bool:
+        """Whether what was kept was changed on this rank since it was gathered."""
+        return self._kept is not None and not self.has_kept()
+
+    def _reuse(self, slot: Slot) -> None:
+        self._gathered_version = self.version
+        self.slot = slot
+        self.full_params = slot.view(self.layout.full_numel, self.dtypes.compute)
+        self._ticket = DoneTicket(label("gather", self.unit.name, self.index))
+
+    def let_go(self) -> None:
+        """Give what was kept back; the next gather fills a slot anew."""
+        if self._kept is not None and self.comm.world > 1:
+            self.slot, self._kept = self._kept, None
+            self._give_back(self.slot)
+
+    # -- what is gathered -------------------------------------------------------------------------
 
     def is_current(self) -> bool:
         """Whether the gathered parameters still are what the shards say."""
@@ -353,6 +414,7 @@ class Bucket:
         for i, leaf in enumerate(self.leaves):
             if leaf._version != self._leaf_versions[i]:
                 self._leaf_versions = [leaf._version for leaf in self.leaves]
+                self.let_go()
                 if self.placed is not None:
                     self.placed.revert()
                 raise RuntimeError(

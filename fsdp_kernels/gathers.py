@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fsdp_kernels.bucket import Bucket
+from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.reductions import Reductions
 from fsdp_kernels.schedule import Order
+from fsdp_kernels.trace import label
 from fsdp_kernels.unit import Unit
 
 
@@ -21,8 +24,9 @@ class Gathers:
         in_backward: Whether the gathers issued now belong to a backward.
     """
 
-    def __init__(self, units: Sequence[Unit], reductions: Reductions) -> None:
+    def __init__(self, units: Sequence[Unit], reductions: Reductions, comm: Comm) -> None:
         self._units = units
+        self._comm = comm
         self._reductions = reductions
         self._owners: dict[int, Bucket] = {}
         self.prefetch_units = 1
@@ -65,7 +69,23 @@ class Gathers:
             if self._units[position].is_sharded():
                 self._gather(self._units[position])
 
+    def renew(self) -> None:
+        """Let go of what was kept and any rank needs to gather (collective where units keep).
+
+        Edits are known to the rank that made them, and all ranks must issue the same gathers.
+        """
+        buckets = [bucket for unit in self._units for bucket in unit.buckets if bucket.keeps]
+        if not buckets or self._comm.world == 1:
+            return
+        words = torch.tensor([not b.has_kept() for b in buckets], dtype=torch.float64)
+        words = self._comm.agree(words, label=label("agree", "kept parameters"))
+        for bucket, stale in zip(buckets, words.tolist(), strict=True):
+            if stale:
+                bucket.let_go()
+
     def _gather(self, unit: Unit) -> None:
+        if self.in_backward:
+            unit.check_kept()
         self._reductions.before_gather(unit, self.in_backward)
         unit.gather()
 

@@ -46,7 +46,7 @@ class BucketGrads:
         slot: What the full gradients lie in, from the first packing to the end of the reduction.
         target: What the reduction under way writes: `shard_grads`, or memory of its own.
         target_generation: Which `shard_grads` that is; 0 for memory of its own.
-        scale: What turns `shard_grads` into the mean over ranks: 1/world, or 1.0 once it has been
+        scale: What turns `shard_grads` into the mean over ranks: 1/ranks, or 1.0 once it has been
             applied.
         arrived: Per parameter, whether its gradient came in the present backward.
         pending: Per parameter, whether it has a gradient that was not reduced yet.
@@ -176,7 +176,7 @@ class BucketGrads:
             ticket.wait()
         finally:
             self._release_full()
-        mean = 1.0 / self.bucket.comm.world
+        mean = 1.0 / self.bucket.comm.everyone.world
         self._apply_cleared()
         if not self.present:
             storage = self._storage()

@@ -46,6 +46,8 @@ class Reductions:
         self._units = units
         self._buckets = buckets
         self._comm = comm
+        # Over two levels, a wait needs the others' wait: only where all ranks come by.
+        self._together = comm.everyone is not comm and comm.world > 1
         self._forward = forward
         self._queue: deque[Unit] = deque()  # not issued yet, by deadline
         self._issued: list[Unit] = []
@@ -53,7 +55,10 @@ class Reductions:
         self._failed = False
         self.unsettled = False
         self._backwards = 0
-        self._gathers = 0  # hash of the gathers since the ranks last agreed
+        # Hash of the gathers since the ranks last agreed; of the reductions where a rank gathers
+        # alone, and so may run forwards that no other runs.
+        self._sequence = 0
+        self._alone = comm.world == 1
         self.clock = 0
         self._largest_bytes = 0  # of a full gradient bucket
         self.agreed = torch.zeros(0, dtype=torch.bool)
@@ -85,11 +90,16 @@ class Reductions:
 
     def before_gather(self, unit: Unit, in_backward: bool) -> None:
         """Issue what is due before a unit's gather, and count the gather."""
-        self._gathers = (self._gathers * 31 + unit.position + 1) % _HASH
+        if not self._alone:
+            # What is kept is not sent: a rank that gathers what others kept is out of step.
+            self._note(2 * unit.position + unit.has_kept())
         if in_backward:
             while self._queue and self._queue[0].deadline <= self.clock:
                 self._issue(self._queue.popleft())
             self.clock += 1
+
+    def _note(self, number: int) -> None:
+        self._sequence = (self._sequence * 31 + number + 1) % _HASH
 
     def left(self, unit: Unit) -> None:
         """Note that backward has left a unit for another."""
@@ -106,7 +116,9 @@ class Reductions:
                 unit.pack()  # waits for a backward that reduces
             queue = self._queue
             while queue and queue[0].deadline <= self.clock and queue[0].is_complete():
-                if self._running is not None and self._running.deadline >= self.clock:
+                if self._running is not None and (
+                    self._together or self._running.deadline >= self.clock
+                ):
                     # Issued early here, by others maybe only before the next gather: to wait for
                     # them now would hang if this backward fails in between.
                     break
@@ -151,6 +163,8 @@ class Reductions:
 
     def _issue(self, unit: Unit) -> None:
         self._finish_running()
+        if self._alone:
+            self._note(unit.position)
         unit.issued = True
         unit.reduce()
         self._issued.append(unit)
@@ -186,7 +200,7 @@ class Reductions:
             self._issued.append(unit)
         for unit in self._issued:
             unit.discard_reduce()
-        self._gathers = 0
+        self._sequence = 0
 
     # -- what the ranks agree on ------------------------------------------------------------------
 
@@ -196,7 +210,7 @@ class Reductions:
         Its words are, under a maximum: a bit for each parameter (used), for each unit whether a
         gradient came late and when the last one came, and two numbers with their negatives, which
         are equal on all ranks if and only if the two maxima cancel: which backward this is, and a
-        hash of the gathers since the last one.
+        hash of the gathers (or reductions) since the last one.
         """
         buckets = {bucket for unit in reduced for bucket in unit.buckets}
         bits: list[bool] = []
@@ -204,7 +218,7 @@ class Reductions:
             pending = bucket.grads.pending
             bits.extend(pending if bucket in buckets else [False] * len(pending))
         self._backwards = (self._backwards + 1) % _HASH
-        same = [self._backwards, self._gathers]
+        same = [self._backwards, self._sequence]
         late = [unit.late for unit in self._units]
         arrivals = [unit.last_arrival for unit in self._units]
         # NOTE: words of the hosts, agreed between the hosts: a late bit or a deadline decides what
@@ -229,7 +243,7 @@ class Reductions:
         count = len(self._units)
         late, arrivals, checks = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         self._check_same(checks)
-        self._gathers = 0
+        self._sequence = 0
         for unit in reduced:
             # Without any arrival (a gradient penalty's first half) what was known stays.
             if arrivals[unit.position] >= 0:
@@ -246,9 +260,10 @@ class Reductions:
             )
         if checks[1] != -checks[3]:
             order = ", ".join(self._units[i].label for i in self._forward.first_visits())
+            verb, mixed = ("reduce", "gradients") if self._alone else ("gather", "weights")
             raise RuntimeError(
-                f"backward on rank {rank}: expected every rank to gather the same units in the "
-                f"same order, got different orders; here the forward was: {order}. Their weights "
+                f"backward on rank {rank}: expected every rank to {verb} the same units in the "
+                f"same order, got different orders; here the forward was: {order}. Their {mixed} "
                 "were mixed: discard this step, and call the same modules in the same order on "
                 "every rank."
             )

@@ -72,7 +72,7 @@ class Runtime:
         self.root: Unit | None = None
         self._forward = Order()
         self.reductions = Reductions(self.units, self.buckets, comm, self._forward)
-        self.gathers = Gathers(self.units, self.reductions)
+        self.gathers = Gathers(self.units, self.reductions, comm)
         self.backward = Backward(
             self.units, self.gathers, self.reductions, self._forward, self._abandon
         )
@@ -110,6 +110,7 @@ class Runtime:
             self.recover()
             self.reductions.settle()
             self.gathers.free_kept()
+            self.gathers.renew()
         autocast = torch.is_autocast_enabled(self.device.type)
         restore = self._switch_autocast_cache_off() if autocast else False
         try:
@@ -259,6 +260,8 @@ class Runtime:
     def ensure_full(self, unit: Unit) -> None:
         """Gather and wait, for `unshard()`."""
         self.recover()
+        if self._depth == 0 and not self.backward.under_way:
+            self.gathers.renew()
         self.gathers.ensure_full(unit)
 
     # -- backward and failure ---------------------------------------------------------------------

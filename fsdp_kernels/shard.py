@@ -21,6 +21,7 @@ from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.full_params import open_full_params
 from fsdp_kernels.runtime import Frame, Runtime
+from fsdp_kernels.strategy import STRATEGIES
 from fsdp_kernels.unit import Unit
 
 _DEFAULT_POLICY = MixedPrecisionPolicy()
@@ -183,7 +184,8 @@ def fully_shard(
     Every parameter stays the same object under the same name with the same global shape, and
     becomes a `FlatShard` that holds this rank's fragment. Forward and backward gather each unit
     when it is needed and free it afterwards; gradients arrive reduced, as the mean over ranks.
-    (ZeRO stage 3: https://arxiv.org/abs/1910.02054.)
+    (ZeRO stage 3: https://arxiv.org/abs/1910.02054.) Other strategies send less and keep more;
+    their numbers are the same.
 
     Args:
         module: The module, with real (not meta) parameters on one device.
@@ -191,8 +193,12 @@ def fully_shard(
             this module alone (call bottom-up, inner modules first). A class or a tuple of classes;
             a predicate on modules; or a number: the smallest submodules with at least so many
             parameters not yet taken.
-        mesh: 1-D device mesh; None means all ranks of the default process group.
-        strategy: "zero3" (parameters, gradients and optimizer state sharded); others come later.
+        mesh: 1-D device mesh, or 2-D: replicate x shard. None means all ranks of the default
+            process group.
+        strategy: What is sharded. "zero3": parameters, gradients and optimizer state. "zero2":
+            parameters stay full, and a step gathers them once. "zero1": gradients, too, stay whole
+            on each rank until the step reduces them. "replicate": nothing; gradients are
+            all-reduced. Units sharded before keep theirs.
         mp_policy: torch's `MixedPrecisionPolicy`: dtypes of computation, reduction and output.
         offload_policy: Only the default, no offload, for now.
         comm: Backend: None picks, or a name, or a `Comm`.
@@ -210,19 +216,20 @@ def fully_shard(
     where = f"fully_shard({type(module).__name__})"
     _check_arguments(where, module, strategy, mp_policy, offload_policy, prefetch)
     plan = plan_units(where, module, units)
-    chosen = pick_comm(where, comm, mesh, plan, mp_policy)
+    kind = STRATEGIES[strategy]
+    chosen = pick_comm(where, comm, mesh, plan, mp_policy, kind)
     for inner in {unit.runtime for unit in find_units(module)}:
         inner.come_to_rest()
-        if (inner.comm.rank, inner.comm.world) != (chosen.rank, chosen.world):
+        if _place(inner.comm) != _place(chosen):
             raise ValueError(
                 f"{where}: expected the modules sharded before to be on the same ranks, got rank "
-                f"{inner.comm.rank} of {inner.comm.world} beside {chosen.rank} of {chosen.world}. "
-                "Pass the same mesh or comm to every call."
+                f"{_place(inner.comm)} beside {_place(chosen)}. Pass the same mesh or comm to "
+                "every call, and strategy='replicate' to all of them or to none."
             )
     note_comm(chosen.name)
     runtime = Runtime(chosen, plan.device)
     runtime.gathers.prefetch_units = prefetch
-    made = build_units(plan, mp_policy, runtime.resources, sync_module_states)
+    made = build_units(plan, mp_policy, runtime.resources, kind, sync_module_states)
     if sync_module_states:
         sync_buffers(module, chosen)
     _install(module, plan, made, runtime, mp_policy)
@@ -238,10 +245,10 @@ def _check_arguments(
         raise ValueError(
             f"{where}: expected a module that is not sharded yet. Shard each module once."
         )
-    if strategy != "zero3":
+    if strategy not in STRATEGIES:
         raise ValueError(
-            f"{where}: expected strategy 'zero3', got {strategy!r}. Other strategies do not exist "
-            "yet."
+            f"{where}: expected strategy {', '.join(map(repr, STRATEGIES))}, got {strategy!r}. "
+            "'zero3' keeps the least, 'replicate' is what DDP does."
         )
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
@@ -255,6 +262,13 @@ def _check_arguments(
         )
     if not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"{where}: expected prefetch to be a number from 0, got {prefetch!r}.")
+
+
+def _place(comm: Comm) -> str:
+    """Say which rank this is, and of how many."""
+    replicas = comm.everyone.world // comm.world
+    times = f" in each of {replicas} replicas" if replicas > 1 else ""
+    return f"{comm.rank} of {comm.world}{times}"
 
 
 def _install(

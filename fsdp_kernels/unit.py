@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torch import nn
 
 from fsdp_kernels.bucket import Bucket
+from fsdp_kernels.strategy import ZERO3, Strategy
 from fsdp_kernels.trace import span
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Unit:
         position: Index in the runtime's list of units.
         runtime: The context shared by all units of a root; replaced when an ancestor is sharded.
         buckets: One per (dtype, requires_grad).
+        strategy: What stays whole on this rank.
         sync: Whether a backward reduces the gradients (False under `no_sync`).
         active: How many forwards of the module are running.
         packed: Saved tensors of the running forward that are views of the full parameters.
@@ -62,8 +64,11 @@ class Unit:
             the same on every rank, whichever parameters each of them used.
     """
 
-    def __init__(self, module: nn.Module, buckets: list[Bucket]) -> None:
+    def __init__(
+        self, module: nn.Module, buckets: list[Bucket], strategy: Strategy = ZERO3
+    ) -> None:
         self.module = module
+        self.strategy = strategy
         self.name = ""
         self.position = 0
         self.runtime: Runtime = None  # type: ignore[assignment]  # set at once by Runtime.adopt
@@ -84,6 +89,8 @@ class Unit:
         self._state = State.SHARDED
         for index, bucket in enumerate(buckets):
             bucket.unit, bucket.index = self, index
+            if strategy.keeps_params:
+                bucket.keep()
         self.has_children = next(module.children(), None) is not None
 
     @property
@@ -208,6 +215,21 @@ class Unit:
                 for name in rnn._flat_weights_names
             ]
 
+    def has_kept(self) -> bool:
+        """Whether the next gather needs nothing but what was kept of the last."""
+        return all(bucket.has_kept() for bucket in self.buckets)
+
+    def check_kept(self) -> None:
+        """Refuse a backward whose forward had other parameters; only this rank may know of it."""
+        for bucket in self.buckets:
+            if bucket.has_stale():
+                raise RuntimeError(
+                    f"unit '{self.label}': expected its parameters unchanged between forward and "
+                    f"backward (strategy '{self.strategy.name}' keeps them), got an in-place "
+                    "change (an edit, a load or an optimizer step). Run backward before changing "
+                    "parameters."
+                )
+
     def is_current(self) -> bool:
         """Whether what was gathered still is what the shards say."""
         return all(bucket.is_current() for bucket in self.buckets)
@@ -223,7 +245,7 @@ class Unit:
 
         A unit whose forward still runs (it calls autograd itself) waits for the next backward.
         """
-        return self.sync and self.active == 0
+        return self.sync and self.active == 0 and not self.strategy.defers_grads
 
     def is_complete(self) -> bool:
         """Whether all gradients have come that can."""

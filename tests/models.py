@@ -195,6 +195,10 @@ def full_all(tensors: Sequence[Tensor]) -> list[Tensor]:
         each[: int(length.sum())].split(length.tolist())
         for each, length in zip(every_flat, every_length, strict=True)
     ]
+    # Of several replicas each has all fragments: this rank looks at its own.
+    shards = next(t.geometry.comm.world for t in tensors if hasattr(t, "to_local"))
+    first = dist.get_rank() // shards * shards
+    pieces = pieces[first : first + shards]
     return [
         torch.cat([piece[i] for piece in pieces]).to(t.dtype).view(t.shape)
         if hasattr(t, "to_local")

@@ -56,6 +56,12 @@ class Grid:
         rows = tuple(map(tuple, mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()))
         return cls(rows, *(mesh.get_group(dim) for dim in reversed(range(mesh.ndim))))
 
+    @property
+    def size(self) -> str:
+        """Number of ranks, as "2 x 4" where there are two levels."""
+        rows, columns = len(self.rows), len(self.rows[0])
+        return str(rows * columns) if 1 in (rows, columns) else f"{rows} x {columns}"
+
     def column(self, rank: int) -> list[int]:
         """The ranks that hold the same shard as `rank`."""
         place = next(row.index(rank) for row in self.rows if rank in row)
