@@ -86,7 +86,7 @@ def build(
         return model, optimizer, baselines
 
     policy = MixedPrecisionPolicy(param_dtype=options.torch_dtype, reduce_dtype=torch.float32)
-    fully_shard(model, units=Block, mp_policy=policy, comm=options.comm)
+    fully_shard(model, units=Block, mp_policy=policy, comm=options.comm, strategy=options.strategy)
     return model, ShardedAdamW(groups(model, options.weight_decay), **settings), checkpoint
 
 
@@ -153,7 +153,7 @@ def introduce(training: Training) -> dict[str, dict[str, int]]:
     plan = {"this run": own, "DDP": ddp}
     if training.rank == 0:
         numel = sum(p.numel() for p in model.parameters())
-        how = options.baseline or f"sharded over {report.comm_name(model)}"
+        how = options.baseline or f"{options.strategy} over {report.comm_name(model)}"
         print(f"model: {numel:,} parameters in {options.dtype}; world of {training.world}, {how}")
         shared = 0 if options.baseline else report.shared_bytes(model)
         if shared:

@@ -99,6 +99,9 @@ def test_sharded_ddp_and_one_process_agree(text: Path, tmp_path: Path) -> None:
     expected = torch.tensor(alone)
     torch.testing.assert_close(torch.tensor(replicated), expected, rtol=2e-6, atol=0)
     torch.testing.assert_close(torch.tensor(losses), expected, rtol=2e-6, atol=0)
+    kept, losses = train(tmp_path, *arguments, "--strategy", "zero1", "--comm", "process_group")
+    torch.testing.assert_close(torch.tensor(losses), expected, rtol=2e-6, atol=0)
+    assert kept["rank_bytes"] == kept["rank_bytes_planned"]
     # Half of each, and padding: every bucket's shards are multiples of 128 bytes.
     for kind in ("params", "moments", "grads"):
         assert ddp["rank_bytes"][kind] / 2 <= sharded["rank_bytes"][kind]

@@ -22,6 +22,7 @@ class Options:
     resume: bool
     baseline: str | None
     comm: str | None
+    strategy: str
     dtype: str
     seed: int
     layers: int
@@ -72,6 +73,8 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--out", type=Path, default=Path("runs/train"), help="directory for what is written")
     add("--resume", action="store_true", help="go on from the checkpoint in --out")
     add("--baseline", choices=("none", "ddp"), help="train without sharding, to compare")
+    strategies = ("zero3", "zero2", "zero1", "replicate")
+    add("--strategy", choices=strategies, default="zero3", help="what fully_shard shards")
     add("--comm", help="communication backend of fully_shard; none: it picks one")
     add("--dtype", choices=sorted(DTYPES), default=fast_dtype(), help="dtype of computation")
     add("--seed", type=int, default=0, help="of weights, order of data, dropout and sampling")

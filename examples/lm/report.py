@@ -47,6 +47,7 @@ def comm_name(model: nn.Module) -> str:
 def planned_bytes(model: nn.Module, accumulate: int) -> dict[str, int]:
     """Compute what a rank of a sharded model will hold, padding included, from its layout."""
     sizes = dict.fromkeys(KINDS, 0)
+    strategy = buckets_of(model)[0].unit.strategy
     full: list[tuple[int, int]] = []
     shares = shared_bytes(model) > 0
     for bucket in buckets_of(model):
@@ -58,14 +59,18 @@ def planned_bytes(model: nn.Module, accumulate: int) -> dict[str, int]:
         full_numel = bucket.layout.full_numel
         full.append((full_numel * compute.itemsize, full_numel * bucket.reduce_dtype.itemsize))
     # Under `no_sync` every bucket keeps its full gradients; otherwise each is reduced at once.
+    waits = accumulate > 1 or strategy.defers_grads
     grads = [nbytes for _, nbytes in full]
     if shares:  # full parameters are the ranks' parts; gradients are packed where all can read them
-        sizes["full_grads"] = (sum(grads) if accumulate > 1 else 0) + 2 * max(grads)
+        sizes["full_grads"] = (sum(grads) if waits else 0) + 2 * max(grads)
         return sizes
     # The root stays full while its blocks come and go: one computes, the next is prefetched.
     largest = max((params for params, _ in full[1:]), default=0)
     sizes["full_params"] = full[0][0] + min(2, len(full) - 1) * largest
-    sizes["full_grads"] = (sum if accumulate > 1 else max)(grads)
+    if strategy.keeps_params:  # all of them, beside the shards; a replica's shards are all
+        kept = sum(params for params, _ in full)
+        sizes["full_params"] = 0 if strategy.replicates else kept
+    sizes["full_grads"] = (sum if waits else max)(grads)
     return sizes
 
 
