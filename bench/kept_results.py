@@ -12,9 +12,16 @@ import os
 
 import pytest
 
+_workers: list[bool] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Not by an environment variable: whatever a worker starts inherits those.
+    _workers.append(hasattr(config, "workerinput"))
+
 
 def _write(test: str, outcome: str, message: str = "") -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # whose results come to the process that started it
+    if not any(_workers):  # a worker's results come to the process that started it
         with open(os.environ["KEPT_RESULTS"], "a") as file:
             file.write(json.dumps({"test": test, "outcome": outcome, "message": message}) + "\n")
 

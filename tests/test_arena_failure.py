@@ -119,15 +119,18 @@ def test_a_rank_that_stops_early_is_an_error() -> None:
 
 
 def check_abort(arena: Arena) -> str:
-    unit = arena.param_epochs()
-    if arena.rank == 1:
-        arena.abort("out of memory")
-        arena.abort("something else")
-    else:
+    unit, epochs = arena.param_epochs(), arena.epochs()
+
+    def gather_and_wait() -> None:
         unit.gather(GATHER)
-    wait = unit.wait_released if arena.rank == 1 else unit.wait_ready
+        unit.wait_ready(GATHER)  # nobody allocates any more
+        if arena.rank == 1:
+            arena.abort("out of memory")
+            arena.abort("something else")
+        epochs.wait(1, GATHER, "all_gather")
+
     with pytest.raises(RuntimeError) as caught:
-        wait(GATHER)
+        gather_and_wait()
     return str(caught.value)
 
 

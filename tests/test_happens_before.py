@@ -58,7 +58,7 @@ SITES: dict[Site, str] = {
     # Between compute streams, where there are several.
     ("bucket.py", "gather", "wait"): "the slot was freed on another one",
     ("bucket.py", "use", "join"): "another one has waited for the gather",
-    ("bucket.py", "free", "join"): "another one still reads the weights",
+    ("bucket.py", "_end_use", "join"): "another one still reads the weights",
     ("grads.py", "pack", "join"): "gradients came on another one",
     ("grads.py", "pack", "release"): "the memory of those gradients is another one's",
     ("grads.py", "_let_target_go", "precede"): "the memory of the sum is another one's",
