@@ -107,14 +107,16 @@ def test_ranks_are_those_of_the_group() -> None:
 def _late(rank: int, world: int) -> str:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     comm = ProcessGroupComm(group)
+    store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
     if rank == 1:
-        time.sleep(3.5)
+        store.wait(["rank 0 has given up"])
         return "late"
     start = time.monotonic()
     shard = torch.ones(4)
     with pytest.raises(RuntimeError) as info:
         comm.reduce_scatter(shard, torch.ones(8), label="fk.reduce[layers.3/0]").wait()
     assert time.monotonic() - start < 3
+    store.set("rank 0 has given up", "")
     return str(info.value)
 
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Aborts while work of one communicator is behind work of another, as in every backward: NCCL's
 // abort waits for its own stream, and so for the other communicator.
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
-#include <fstream>
+#include <string>
 
 #include "sim/open.h"
 
@@ -17,20 +18,24 @@ namespace {
 // What is written to stderr while this lives.
 class Stderr {
  public:
-  Stderr() : saved_(dup(STDERR_FILENO)), file_(mkstemp(name_)) { dup2(file_, STDERR_FILENO); }
+  // A file without a name: memory of this process's, which nothing has to remove.
+  Stderr() : saved_(dup(STDERR_FILENO)), file_(memfd_create("stderr", MFD_CLOEXEC)) {
+    dup2(file_, STDERR_FILENO);
+  }
   ~Stderr() {
     dup2(saved_, STDERR_FILENO);
     close(saved_);
     close(file_);
-    unlink(name_);
   }
   std::string text() const {
-    std::ifstream in(name_);
-    return {std::istreambuf_iterator<char>(in), {}};
+    std::string found;
+    char part[512];
+    for (ssize_t got; (got = pread(file_, part, sizeof(part), found.size())) > 0;)
+      found.append(part, static_cast<size_t>(got));
+    return found;
   }
 
  private:
-  char name_[32] = "/tmp/fk-sim-stderr-XXXXXX";
   int saved_, file_;
 };
 
