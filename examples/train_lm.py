@@ -16,6 +16,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,11 +28,11 @@ from lm.model import GPT, Block, GPTConfig
 from lm.options import Options, parse
 from lm.sample import generate
 from lm.training import Training
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 
-from fsdp_kernels import ShardedAdamW, checkpoint, fully_shard
+from fsdp_kernels import ShardedAdamW, checkpoint, fully_shard, record_schedule
 
 
 def main() -> None:
@@ -116,7 +118,10 @@ def train(training: Training) -> dict[str, Any]:
     result: dict[str, Any] = {"tokens_per_s": 0.0, "rank_bytes": measure(training)}
     seconds, started = 0.0, time.perf_counter()  # of steps; tests and checkpoints do not count
     while training.done < stop:
-        training.step(batches)
+        if options.trace and training.done == min(first + 3, stop - 1):  # the order is known by now
+            traced_step(training, batches, options.trace)
+        else:
+            training.step(batches)
         bar.update()
         done, last = training.done, training.done == stop
         if done % 10 and done % options.eval_every and done % options.checkpoint_every and not last:
@@ -136,6 +141,14 @@ def train(training: Training) -> dict[str, Any]:
         started = time.perf_counter()
     bar.close()
     return result
+
+
+def traced_step(training: Training, batches: Iterator[Tensor], path: Path) -> None:
+    """Take a step, and write what this process did, when, if it is rank 0."""
+    with record_schedule() as schedule:
+        training.step(batches)
+    if training.rank == 0:
+        schedule.save_trace(path)
 
 
 def measure(training: Training) -> dict[str, int]:
@@ -218,6 +231,10 @@ def check(options: Options) -> None:
         raise ValueError(
             f"--baseline none: expected one process, got {world}. "
             "Start it with --nproc-per-node 1, or take --baseline ddp."
+        )
+    if options.trace and options.baseline:
+        raise ValueError(
+            "--trace: expected a sharded model, got --baseline. Use torch.profiler for baselines."
         )
     if options.batch % (world * options.accumulate):
         raise ValueError(

@@ -59,12 +59,33 @@ def announce(bucket: Bucket, label: str, reads: tuple[str, ...], writes: tuple[s
         trace.announce(label, _names(bucket, reads), _names(bucket, writes))
 
 
+def hold(bucket: Bucket, kind: tuple[str, ...]) -> None:
+    """Note that memory of a kind is held for a bucket now; ask `trace.recorders` first."""
+    trace.moment("hold", f"{kind[0]}[{bucket.label}]", _nbytes(bucket, kind))
+
+
+def drop(bucket: Bucket, kind: tuple[str, ...]) -> None:
+    """Note that it is let go; ask `trace.recorders` first."""
+    trace.moment("drop", f"{kind[0]}[{bucket.label}]", _nbytes(bucket, kind))
+
+
+def _nbytes(bucket: Bucket, kind: tuple[str, ...]) -> int:
+    layout, dtypes = bucket.layout, bucket.dtypes
+    if kind is FULL_PARAMS:
+        return layout.full_numel * dtypes.compute.itemsize
+    if kind is FULL_GRADS:
+        return layout.full_numel * dtypes.reduce.itemsize
+    dtype = dtypes.reduce if kind is REDUCED else dtypes.own
+    return layout.shard_numel * dtype.itemsize
+
+
 def note_arrival(bucket: Bucket, index: int) -> None:
     """Note that autograd has left a gradient in a leaf, while somebody records."""
     stream = bucket.resources.streams.name()
     _arrivals.setdefault(bucket, {})[index] = stream
     name = trace.label("arrive", bucket.unit.name, bucket.index)
     trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
+    trace.moment("hold", _leaf_label(bucket, index), bucket.leaves[index].nbytes)
 
 
 def note_leaf_grads_gone(bucket: Bucket) -> None:
@@ -72,6 +93,11 @@ def note_leaf_grads_gone(bucket: Bucket) -> None:
     name = trace.label("let go", bucket.unit.name, bucket.index)
     for index, stream in _arrivals.pop(bucket, {}).items():
         trace.access(name, stream, writes=(_leaf_grad(bucket, index),))
+        trace.moment("drop", _leaf_label(bucket, index), bucket.leaves[index].nbytes)
+
+
+def _leaf_label(bucket: Bucket, index: int) -> str:
+    return f"leaf_grads[{bucket.names[index]}]"
 
 
 def _names(bucket: Bucket, kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fsdp_kernels import trace
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.gathers import Gathers
 from fsdp_kernels.reductions import Reductions
@@ -92,6 +93,8 @@ class Backward:
         if previous is unit:
             self._gathers.ensure_full(unit)
             return
+        if trace.recorders:
+            trace.moment("turn", trace.label("backward", unit.name))
         for other in [u for u in self._touched if not (u.contains(unit) or unit.contains(u))]:
             self._touched.remove(other)
             if other.is_idle():
@@ -165,3 +168,5 @@ class Backward:
         self.under_way = self._gathers.in_backward = False
         self._current = None
         self._touched = []
+        if trace.recorders:
+            trace.moment("turn", "")

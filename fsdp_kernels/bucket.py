@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
-from fsdp_kernels.accesses import FULL_PARAMS, SHARD_MASTER, SHARD_PARAMS, announce, note
+from fsdp_kernels.accesses import (
+    FULL_PARAMS,
+    SHARD_MASTER,
+    SHARD_PARAMS,
+    announce,
+    drop,
+    hold,
+    note,
+)
 from fsdp_kernels.comm.base import Comm, DoneTicket, PlacedParams, Ticket
 from fsdp_kernels.flat_shard import FlatShard, Geometry
 from fsdp_kernels.grads import BucketGrads
@@ -253,6 +261,8 @@ class Bucket:
         self.full_params = slot.view(layout.full_numel, dtype)
         streams.wait("gather", slot.freed)
         emit("gather", self.unit.name, self.index)
+        if trace.recorders:
+            hold(self, FULL_PARAMS)
         announce(self, name, SHARD_PARAMS, FULL_PARAMS)
         self._gathered_version = self.version
         with span("gather", self.unit.name, self.index):
@@ -358,6 +368,8 @@ class Bucket:
             self.users.join(self.resources.streams)
             self.users.places.clear()
         emit("free", self.unit.name, self.index)
+        if trace.recorders:
+            drop(self, FULL_PARAMS)
         note(self, "free", FULL_PARAMS)
 
     # -- keeping the full parameters from one gather to the next ----------------------------------
@@ -385,6 +397,8 @@ class Bucket:
 
     def _reuse(self, slot: Slot) -> None:
         self._gathered_version = self.version
+        if trace.recorders and self.comm.world > 1:
+            hold(self, FULL_PARAMS)  # since its gather, which may have been before the recording
         self.slot = slot
         self.full_params = slot.view(self.layout.full_numel, self.dtypes.compute)
         self._ticket = DoneTicket(label("gather", self.unit.name, self.index))

@@ -23,6 +23,8 @@ from fsdp_kernels.accesses import (
     REDUCED,
     SHARD_GRADS,
     announce,
+    drop,
+    hold,
     note,
     note_leaf_grads_gone,
 )
@@ -114,6 +116,8 @@ class BucketGrads:
             self.slot = bucket.resources.grads.take(bucket.label, numel * dtype.itemsize)
             streams.wait("compute", self.slot.freed)
             self.full_grads = self.slot.view(numel, dtype)
+        if trace.recorders and not accumulate:
+            hold(bucket, FULL_GRADS)
         if not streams.single:
             self.users.join(streams)
         note(bucket, "pack", LEAF_GRADS, FULL_GRADS)
@@ -151,10 +155,14 @@ class BucketGrads:
             self.target = self._storage()
             self.target_generation = self.generation
             self._target_home = self._home
+            if trace.recorders:
+                hold(bucket, SHARD_GRADS)
         else:
             self.target = self.full_grads.new_empty(numel)
             self.target_generation = 0
             self._target_home = bucket.resources.streams.here()
+            if trace.recorders:
+                hold(bucket, REDUCED)
             note(bucket, "allocate", writes=REDUCED)
         emit("reduce", bucket.unit.name, bucket.index)
         announce(bucket, name, FULL_GRADS, REDUCED)
@@ -183,6 +191,8 @@ class BucketGrads:
             if storage is not target:
                 storage.copy_(target)
                 note(self.bucket, "accumulate", REDUCED, SHARD_GRADS)
+                if trace.recorders:
+                    hold(self.bucket, SHARD_GRADS)
             self.scale = mean
         else:
             assert self.shard_grads is not None
@@ -212,6 +222,8 @@ class BucketGrads:
         if self.target is not None and self.target is not self.shard_grads:
             # It may have been read on another stream than the one that it goes back to.
             self.bucket.resources.streams.precede(self._target_home)
+            if trace.recorders:
+                drop(self.bucket, REDUCED)
             note(self.bucket, "let go", writes=REDUCED, place=self._target_home)
         self.target = None
 
@@ -229,6 +241,8 @@ class BucketGrads:
         return self.shard_grads
 
     def _release_full(self) -> None:
+        if trace.recorders and self.full_grads is not None:
+            drop(self.bucket, FULL_GRADS)
         if self.slot is not None:
             self.bucket.resources.grads.give_back(self.slot)
         self.slot = self.full_grads = None
@@ -311,6 +325,8 @@ class BucketGrads:
             storage.zero_()
             self._forget_used()
             self.present = True
+            if trace.recorders:
+                hold(self.bucket, SHARD_GRADS)
         else:
             self.apply_scale()
             self._apply_cleared()
@@ -352,6 +368,8 @@ class BucketGrads:
         self.left_over = False
         if not self.present and self.full_grads is None and not self.has_unpacked():
             return
+        if trace.recorders and (self.present or self.target is self.shard_grads is not None):
+            drop(self.bucket, SHARD_GRADS)
         self._drop_unreduced()
         if self._views is not None:
             self.bucket.resources.streams.precede(self._home)

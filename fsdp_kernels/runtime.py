@@ -123,6 +123,8 @@ class Runtime:
         grad = torch.is_grad_enabled()
         unit.active += 1
         self._depth += 1
+        if trace.recorders:
+            trace.moment("begin", _forward_label(unit, in_backward))
         return Frame(grad, in_backward, grad and saved_tensors.push(self), restore)
 
     def _open(self, unit: Unit, in_backward: bool) -> None:
@@ -203,6 +205,8 @@ class Runtime:
             torch.set_autocast_cache_enabled(True)
         unit.active -= 1
         self._depth -= 1
+        if trace.recorders:
+            trace.moment("end", _forward_label(unit, frame.in_backward))
 
     def _keeps(self, unit: Unit, grad: bool) -> bool:
         upcoming = self._forward.upcoming(1)
@@ -317,6 +321,10 @@ class Runtime:
 
 
 _NULL = nullcontext()
+
+
+def _forward_label(unit: Unit, in_backward: bool) -> str:
+    return trace.label("recompute" if in_backward else "forward", unit.name)
 
 
 @contextmanager

@@ -6,17 +6,21 @@ profiler traces, in errors and, without its brackets, in recorded schedules.
 
 A recorded schedule also has a `log`: which buffers each operation reads and writes on which stream,
 and which events streams record and wait for. From it a test derives what is ordered before what.
+And it has `moments`, with times, which `Schedule.save_trace` draws.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from torch.autograd import profiler as _profiler
+
+from fsdp_kernels.timeline import Kind, Moment, drawn, now
 
 
 def label(verb: str, unit: str, bucket: int | None = None) -> str:
@@ -101,11 +105,26 @@ class Schedule(list[ScheduleEvent]):
     Attributes:
         log: What was queued on which stream, in the order in which the host did it. Collectives and
             waits are in it where the communicator has streams of its own.
+        moments: The same with times: ranges of the host, collectives, and memory held.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.log: list[Entry] = []
+        self.moments: list[Moment] = []
+
+    def save_trace(self, path: str | os.PathLike[str], rank: int = 0) -> None:
+        """Write what was recorded as a trace that Perfetto and chrome://tracing open.
+
+        Streams are rows, verbs are slices with their labels, and the bytes in use of full
+        parameters, full gradients, gradients in leaves and shards of gradients are counters. Times
+        are the host's (`timeline.py` says what that means where a device computes).
+
+        Args:
+            path: The JSON file.
+            rank: This rank's number, which tells the files of several ranks apart.
+        """
+        drawn(self.moments, f"fsdp_kernels rank {rank}", rank).save(path)
 
     def labels(self) -> list[str]:
         """Return every event's label, such as `fk.gather[layers.3/0]`."""
@@ -156,6 +175,13 @@ def emit(verb: str, unit: str, bucket: int | None = None) -> None:
         event = ScheduleEvent(verb, unit, bucket)
         for schedule in recorders:
             schedule.append(event)
+
+
+def moment(kind: Kind, label: str, nbytes: int = 0) -> None:
+    """Note that something happens now; ask `recorders` first, since labels cost more."""
+    found = now(kind, label, nbytes)
+    for schedule in recorders:
+        schedule.moments.append(found)
 
 
 # -- the log: what is ordered before what ---------------------------------------------------------
@@ -268,10 +294,22 @@ _NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 def span(verb: str, unit: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """Return a profiler range while a profiler (or `emit_nvtx`) is active, else a shared null one.
+    """Return a range while a profiler (or `emit_nvtx`) or a recorder listens, else a null one.
 
     A `record_function` costs microseconds even when nobody listens, which small units would notice.
     """
+    if recorders:
+        return _recorded_span(label(verb, unit, bucket))
     if _profiler._is_profiler_enabled:
         return _profiler.record_function(label(verb, unit, bucket))
     return _NO_SPAN
+
+
+@contextmanager
+def _recorded_span(label: str) -> Iterator[None]:
+    moment("begin", label)
+    try:
+        with _profiler.record_function(label) if _profiler._is_profiler_enabled else _NO_SPAN:
+            yield
+    finally:
+        moment("end", label)

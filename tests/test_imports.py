@@ -31,7 +31,9 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.schedule",
         "fsdp_kernels.strategy",
         "fsdp_kernels.streams",
+        "fsdp_kernels.timeline",
         "fsdp_kernels.trace",
+        "fsdp_kernels.trace_file",
     ),
     1: (
         "triton_ops",
@@ -105,6 +107,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
 
 SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels.streams": ("fsdp_kernels.trace",),
+    "fsdp_kernels.trace": ("fsdp_kernels.timeline",),
+    "fsdp_kernels.timeline": ("fsdp_kernels.trace_file",),
     # Helpers of one file, split off so that both stay readable; never the other way round.
     "triton_ops._peers": ("triton_ops._common",),
     "triton_ops.reference": ("triton_ops._common", "triton_ops._peers"),

@@ -60,12 +60,17 @@ def train(out: Path, *arguments: str | Path, world: int = 2) -> tuple[dict[str, 
 def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path) -> None:
     """Four and four steps are eight steps, with dropout, accumulation and bf16."""
     arguments = ["--data", text, "--dtype", "bf16", "--dropout", "0.1"]
-    summary, at_once = train(tmp_path / "at_once", *arguments)
+    traced = ["--trace", tmp_path / "trace.json"]
+    summary, at_once = train(tmp_path / "at_once", *arguments, *traced)
     train(tmp_path / "parts", *arguments, "--stop-after", "4")
     resumed, in_parts = train(tmp_path / "parts", *arguments, "--resume")
     assert in_parts == at_once
     assert len(at_once) == 8
     assert resumed["val_bits_per_byte"] == summary["val_bits_per_byte"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    labels = [event["name"] for event in events]
+    assert labels.count("fk.pack[blocks.1/0]") == 2, "not one step of two micro-batches"
+    assert labels.count("fk.step[blocks.1/0]") == 1
 
     keys = {"loss_first", "loss_last", "val_bits_per_byte", "tokens_per_s", "world_size", "comm"}
     assert keys | {"rank_bytes", "checkpoint"} <= summary.keys()
@@ -122,6 +127,8 @@ def test_mistakes_are_answered_with_sentences(
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="--baseline none: expected one process, got 2"):
         check(parse(["--baseline", "none"]))
+    with pytest.raises(ValueError, match="--trace: expected a sharded model, got --baseline"):
+        check(parse(["--baseline", "ddp", "--trace", "x"]))
     with pytest.raises(ValueError, match="expected a multiple of 2 processes x 3 micro-batches"):
         check(parse(["--batch", "8", "--accumulate", "3"]))
     with pytest.raises(ValueError, match="expected at least 16 bytes of text, got 0 bytes"):

@@ -43,6 +43,7 @@ class Options:
     eval_bytes: int
     checkpoint_every: int
     sample_bytes: int
+    trace: Path | None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -100,6 +101,7 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--eval-bytes", type=positive, default=65536, help="held-out bytes of a test")
     add("--checkpoint-every", type=positive, default=500, help="steps between checkpoints")
     add("--sample-bytes", type=int, default=240, help="text to generate at the end")
+    add("--trace", type=Path, help="write what rank 0 does in the fourth step, for Perfetto")
     return Options(**vars(parser.parse_args(arguments)))
 
 

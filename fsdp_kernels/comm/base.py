@@ -11,6 +11,7 @@ from typing import Literal, NoReturn, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from fsdp_kernels import trace
 from fsdp_kernels.streams import Streams
 
 ReduceName = Literal["sum", "max", "min"]
@@ -28,6 +29,8 @@ class Ticket(ABC):
     def __init__(self, label: str) -> None:
         self.label = label
         self._pending = True
+        if trace.recorders and not isinstance(self, DoneTicket):
+            trace.moment("issue", label)
 
     def wait(self) -> None:
         """Make the current stream wait for the collective (on CPU: block); then let its tensors go.
@@ -40,6 +43,8 @@ class Ticket(ABC):
         if self._pending:
             self._pending = False  # before the wait: a failed one must not also warn
             self._finish()
+            if trace.recorders:
+                trace.moment("done", self.label)
 
     @abstractmethod
     def _finish(self) -> None:
