@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_kernels._unit_plan import Entry, Plan
-from fsdp_kernels.bucket import Bucket, Dtypes, Resources, Site
+from fsdp_kernels.bucket import Bucket, Dtypes, Resources
 from fsdp_kernels.comm import pick
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable
 from fsdp_kernels.comm._grid import Grid, connect
@@ -22,6 +22,7 @@ from fsdp_kernels.comm.hybrid import HybridComm
 from fsdp_kernels.comm.shared_memory import SharedMemoryComm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.layout import BucketLayout, group_parameters
+from fsdp_kernels.leaves import Site
 from fsdp_kernels.strategy import ZERO3, Strategy
 from fsdp_kernels.trace import label
 from fsdp_kernels.unit import Unit

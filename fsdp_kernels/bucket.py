@@ -3,23 +3,17 @@
 
 The rank keeps `shard_master` (the parameter's own dtype, what the `FlatShard`s are views of) and
 `shard_params` (the compute dtype, what a gather sends; the same tensor where the dtypes are equal).
-Gathering fills a pool slot; the leaves, plain `nn.Parameter`s that the forward reads, become views
-of it. A leaf is one object for the bucket's whole life and only its data changes, so autograd
-accumulates into it once a backward however often its module was called. While the unit is freed, a
-leaf's data is one NaN expanded to the full shape: it costs four bytes, keeps the shape that
-autograd compares, and cannot be mistaken for a weight.
+Gathering fills a pool slot; the leaves that the forward reads (`leaves.py`) become views of it.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
@@ -36,6 +30,7 @@ from fsdp_kernels.comm.base import Comm, DoneTicket, PlacedParams, Ticket
 from fsdp_kernels.flat_shard import FlatShard, Geometry
 from fsdp_kernels.grads import BucketGrads
 from fsdp_kernels.layout import BucketLayout
+from fsdp_kernels.leaves import Leaves, Site
 from fsdp_kernels.pool import Pool, Slot
 from fsdp_kernels.streams import Streams, Users
 from fsdp_kernels.trace import emit, label, span
@@ -43,15 +38,6 @@ from fsdp_kernels.trace import emit, label, span
 if TYPE_CHECKING:
     from fsdp_kernels.runtime import Runtime
     from fsdp_kernels.unit import Unit
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a parameter is registered: `module._parameters[name]`."""
-
-    module: nn.Module
-    name: str
-    index: int
 
 
 @dataclass(frozen=True)
@@ -103,7 +89,7 @@ class Bucket:
         users: The compute streams that read `full_params`, or what is kept of them.
         keeps: Whether full parameters stay in their slot from one gather to the next.
         slot: What `full_params` lies in, while gathered.
-        leaves: The `nn.Parameter`s that the forward reads while gathered.
+        leaves: What the forward reads while gathered.
         grads: The gradients' half of the bucket.
     """
 
@@ -135,8 +121,6 @@ class Bucket:
         self._compute_version = shard_master._version
         self._steps = 0
         self.params: list[FlatShard] = []
-        self.sites: list[Site] = []
-        self._site_dicts: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self.full_params: Tensor | None = None
         self.slot: Slot | None = None
         self._ticket: Ticket | None = None
@@ -144,9 +128,7 @@ class Bucket:
         self._gathered_version = (-1, -1)
         self.keeps = False
         self._kept: Slot | None = None
-        self._freed_views = [self._freed_view(shape) for shape in shapes]
-        self.leaves = [nn.Parameter(view, requires_grad=False) for view in self._freed_views]
-        self._leaf_versions = [leaf._version for leaf in self.leaves]
+        self.leaves = Leaves(shapes, dtypes.compute, shard_master.device)
         self.grads = BucketGrads(self)
 
     # -- names ------------------------------------------------------------------------------------
@@ -196,6 +178,11 @@ class Bucket:
         return Geometry(
             self.names[index], self.shapes[index], self.layout, index, self.resources.comm
         )
+
+    def adopt(self, params: list[FlatShard], sites: list[Site]) -> None:
+        """Take the registered parameters and the places where they are registered."""
+        self.params = params
+        self.leaves.adopt(params, sites)
 
     def move_to(self, resources: Resources) -> None:
         """Share another root's pools and communicator; the bucket is sharded and idle."""
@@ -301,10 +288,9 @@ class Bucket:
         assert self.slot is not None
         ticket, self._ticket = self._ticket, None
         ticket.wait()
-        for leaf, view in zip(self.leaves, self._views(self.slot), strict=True):
-            leaf.data = view
+        self.leaves.fill(self._views(self.slot))
         self.use()
-        self.show()
+        self.leaves.show()
 
     def use(self) -> None:
         """Make the full parameters, which some stream has waited for, readable on this one too."""
@@ -313,16 +299,6 @@ class Bucket:
             self.users.join(streams)
         if trace.recorders:
             note(self, "use", FULL_PARAMS)
-
-    def show(self) -> None:
-        """Let the modules' attributes be the full parameters."""
-        for names, name, leaf in self._site_dicts:
-            names[name] = leaf
-
-    def hide(self) -> None:
-        """Let the modules' attributes be the sharded parameters again."""
-        for names, name, _ in self._site_dicts:
-            names.pop(name, None)
 
     def free(self) -> None:
         """Hide the full parameters and give the slot back, or keep it.
@@ -336,9 +312,8 @@ class Bucket:
             ticket, self._ticket = self._ticket, None
             ticket.wait()
         else:
-            self.hide()
-            for leaf, view in zip(self.leaves, self._freed_views, strict=True):
-                leaf.data = view
+            self.leaves.hide()
+            self.leaves.empty()
         if self.placed is not None:
             self._release(self.placed, self.slot)
             return
@@ -425,17 +400,16 @@ class Bucket:
         return self.slot.view(self.slot.buffer.numel() // dtype.itemsize, dtype)
 
     def _check_leaves(self) -> None:
-        for i, leaf in enumerate(self.leaves):
-            if leaf._version != self._leaf_versions[i]:
-                self._leaf_versions = [leaf._version for leaf in self.leaves]
-                self.let_go()
-                if self.placed is not None:
-                    self.placed.revert()
-                raise RuntimeError(
-                    f"parameter '{self.names[i]}': expected no in-place change while its unit was "
-                    "gathered, got one: it was made on this rank's temporary copy and is lost. "
-                    "Edit inside `with model.full_params():`."
-                )
+        changed = self.leaves.find_changed()
+        if changed is not None:
+            self.let_go()
+            if self.placed is not None:
+                self.placed.revert()
+            raise RuntimeError(
+                f"parameter '{self.names[changed]}': expected no in-place change while its unit "
+                "was gathered, got one: it was made on this rank's temporary copy and is lost. "
+                "Edit inside `with model.full_params():`."
+            )
 
     def _views(self, slot: Slot) -> list[Tensor]:
         views: list[Tensor] | None = slot.views.get(self)
@@ -451,64 +425,6 @@ class Bucket:
             full[segment.start : segment.stop].view(shape)
             for segment, shape in zip(self.layout.segments, self.shapes, strict=True)
         ]
-
-    # -- leaves -----------------------------------------------------------------------------------
-
-    def _freed_view(self, shape: torch.Size) -> Tensor:
-        dtype = self.dtypes.compute
-        value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        return torch.full((), value, dtype=dtype, device=self.shard_master.device).expand(shape)
-
-    def on_arrival(self, note: Callable[[Bucket, int], None]) -> None:
-        """Call `note(bucket, index)` each time autograd has left a gradient in a leaf."""
-
-        # NOTE: torch holds these hooks where the garbage collector cannot see them. A strong
-        # reference to the bucket, which reaches everything, would keep the model for ever.
-        reference = weakref.ref(self)
-
-        def hook(index: int) -> Callable[[Tensor], None]:
-            def arrived(_: Tensor) -> None:
-                bucket = reference()
-                if bucket is not None:
-                    note(bucket, index)
-
-            return arrived
-
-        for index, leaf in enumerate(self.leaves):
-            if not leaf.is_floating_point():
-                continue
-            requires_grad = leaf.requires_grad
-            leaf.requires_grad_(True)  # a frozen one may be unfrozen later, and hooks ask for it
-            leaf.register_post_accumulate_grad_hook(hook(index))  # type: ignore[no-untyped-call]
-            leaf.requires_grad_(requires_grad)
-
-    def adopt(self, params: list[FlatShard], sites: list[Site]) -> None:
-        """Take the registered parameters and the places where they are registered."""
-        self.params = params
-        self.sites = sites
-        self._site_dicts = [(s.module.__dict__, s.name, self.leaves[s.index]) for s in sites]
-        for param, leaf in zip(params, self.leaves, strict=True):
-            leaf.requires_grad_(param.requires_grad)
-
-    def check_sites(self) -> None:
-        """Refuse to run when a registered parameter was replaced: its values would be ignored."""
-        params = self.params
-        for site in self.sites:
-            registered: Any = site.module._parameters.get(site.name)
-            if registered is not params[site.index]:
-                raise RuntimeError(
-                    f"parameter '{self.names[site.index]}': expected the sharded parameter, got "
-                    "another object in its place (an assignment, functional_call or "
-                    "load_state_dict(assign=True)). The gathered weights would hide it: edit "
-                    "inside `with model.full_params():`, or shard the model afterwards."
-                )
-
-    def sync_requires_grad(self) -> None:
-        """Let the leaves follow the parameters' `requires_grad`; the layout never moves."""
-        for param, leaf in zip(self.params, self.leaves, strict=True):
-            if leaf.requires_grad != param.requires_grad:
-                leaf.requires_grad_(param.requires_grad)
-                self.grads.trainable = -1
 
     # -- the gradients' half, by the names that the rest of the package uses ----------------------
 

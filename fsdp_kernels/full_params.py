@@ -57,12 +57,12 @@ class _Whole:
             for view, param in zip(self._views, bucket.params, strict=True)
         ]
         self.shown = dict(zip(bucket.names, params, strict=True))
-        for site in bucket.sites:
+        for site in bucket.leaves.sites:
             site.module.__dict__[site.name] = params[site.index]
 
     def hide(self) -> None:
         """Give the modules their sharded parameters back."""
-        for site in self.bucket.sites:
+        for site in self.bucket.leaves.sites:
             site.module.__dict__.pop(site.name, None)
 
     def take_edits(self) -> bool:

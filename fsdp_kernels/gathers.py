@@ -57,7 +57,7 @@ class Gathers:
             unit.show()
             for bucket in unit.buckets:
                 bucket.use()
-                bucket.sync_requires_grad()
+                bucket.leaves.follow_requires_grad()
             return
         if unit.is_sharded():
             self._gather(unit)

@@ -54,7 +54,6 @@ class BucketGrads:
         pending: Per parameter, whether it has a gradient that was not reduced yet.
         left_over: Whether a backward under `no_sync` left gradients that are still to be reduced;
             the same on every rank, whichever parameters each of them used.
-        trainable: Number of leaves that require a gradient; -1 means to be counted again.
         users: The compute streams on which the leaves' gradients have come.
         agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the
             last `drop`.
@@ -71,7 +70,6 @@ class BucketGrads:
         self.arrived = [False] * n
         self.pending = [False] * n
         self.left_over = False
-        self.trainable = -1
         self.agreed: Tensor = torch.zeros(n, dtype=torch.bool, device=bucket.device)
         self._cleared: set[int] = set()
         self._host_used = [False] * n  # what `agreed` holds
@@ -86,12 +84,6 @@ class BucketGrads:
         self.target_generation = 0
 
     # -- pack and reduce --------------------------------------------------------------------------
-
-    def count_trainable(self) -> int:
-        """Leaves that require a gradient now."""
-        if self.trainable < 0:
-            self.trainable = sum(leaf.requires_grad for leaf in self.bucket.leaves)
-        return self.trainable
 
     def has_unpacked(self) -> bool:
         """Whether any leaf holds a gradient."""
@@ -171,7 +163,7 @@ class BucketGrads:
 
     def leave_over(self) -> None:
         """Note that a backward ended that did not reduce this bucket."""
-        self.left_over = self.left_over or self.count_trainable() > 0
+        self.left_over = self.left_over or self.bucket.leaves.count_trainable() > 0
 
     def finish(self) -> None:
         """Wait for the reduction and add it to what is there already."""

@@ -89,7 +89,7 @@ class Runtime:
             for bucket in unit.buckets:
                 bucket.move_to(self.resources)
                 if not unit.adopted:
-                    bucket.on_arrival(self.note_arrival)
+                    bucket.leaves.on_arrival(bucket, self.note_arrival)
             unit.runtime = self
             unit.adopted = True
             unit.position = len(self.units)
@@ -134,7 +134,7 @@ class Runtime:
                 "would not see the edits. Leave the context first."
             )
         for bucket in unit.buckets:
-            bucket.check_sites()
+            bucket.leaves.check_sites()
         try:
             with _outside_inference_mode():
                 if in_backward:

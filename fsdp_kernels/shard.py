@@ -280,7 +280,7 @@ def _install(
         unit.module.__dict__["_fk_policy"] = (
             policy if unit.module is module else replace(policy, output_dtype=None)
         )
-        for submodule in {site.module for bucket in unit.buckets for site in bucket.sites}:
+        for submodule in {site.module for bucket in unit.buckets for site in bucket.leaves.sites}:
             if submodule is not unit.module:
                 _ensure_full_before(submodule, unit)
     everything = find_units(module)

@@ -150,7 +150,7 @@ class Unit:
         self._move(State.GATHERING)
         with self._grouped(self.buckets):
             for bucket in self.buckets:
-                bucket.sync_requires_grad()
+                bucket.leaves.follow_requires_grad()
                 bucket.gather()
                 self.runtime.gathers.claim(bucket)
 
@@ -173,7 +173,7 @@ class Unit:
         if self._hidden:
             self._hidden = False
             for bucket in self.buckets:
-                bucket.show()
+                bucket.leaves.show()
             if self.rnns:
                 self.sync_rnns()
 
@@ -184,7 +184,7 @@ class Unit:
         """
         self._hidden = True
         for bucket in self.buckets:
-            bucket.hide()
+            bucket.leaves.hide()
         if self.rnns:
             self.sync_rnns()
 
@@ -238,7 +238,7 @@ class Unit:
 
     def trainable(self) -> int:
         """Leaves that require a gradient."""
-        return sum(bucket.grads.count_trainable() for bucket in self.buckets)
+        return sum(bucket.leaves.count_trainable() for bucket in self.buckets)
 
     def reduces_now(self) -> bool:
         """Whether this backward reduces the gradients; the same on every rank.
@@ -253,7 +253,7 @@ class Unit:
 
     def reduced_buckets(self) -> list[Bucket]:
         """The buckets whose gradients are reduced: the same on every rank."""
-        return [b for b in self.buckets if b.grads.left_over or b.grads.count_trainable()]
+        return [b for b in self.buckets if b.grads.left_over or b.leaves.count_trainable()]
 
     def has_left_over(self) -> bool:
         """Whether a backward under `no_sync` left gradients that are still to be reduced."""

@@ -69,6 +69,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.flat_ops",
         "fsdp_kernels.flat_shard",
         "fsdp_kernels.grads",
+        "fsdp_kernels.leaves",
         "fsdp_kernels.pool",
     ),
     3: (
@@ -118,9 +119,12 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "triton_ops.reduce": ("triton_ops._cast", "triton_ops.norm"),
     "triton_ops.reduce_adam": ("triton_ops._cast", "triton_ops.adam", "triton_ops.reduce"),
     "fsdp_kernels.grads": ("fsdp_kernels.flat_shard", "fsdp_kernels.pool"),
+    "fsdp_kernels.leaves": ("fsdp_kernels.flat_shard",),
     "fsdp_kernels.bucket": (
         "fsdp_kernels.flat_shard",
         "fsdp_kernels.grads",
+        "fsdp_kernels.leaves",
+        "fsdp_kernels.leaves",
         "fsdp_kernels.pool",
     ),
     "fsdp_kernels._wrap": ("fsdp_kernels._unit_plan",),
