@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from bisect import bisect_left, insort_left
 from collections.abc import Callable
@@ -21,8 +20,7 @@ from fsdp_kernels.trace import access, recording
 
 _use_count = torch._C._storage_Use_Count
 _nbytes = attrgetter("nbytes")
-_YIELDS = 1000  # tenths of a millisecond to wait, once, for whoever holds a slot
-_PATIENCE = 2  # further times that memory is short before a held slot is let go
+_PATIENCE = 2  # times that memory is short before a held slot is let go
 _POISON = os.environ.get("FSDP_KERNELS_DEBUG") == "1"
 
 
@@ -112,9 +110,8 @@ class Pool:
     one, so the pool never holds more slots than were in use together.
 
     NOTE: a slot that somebody still holds a view of when it is given back must not be reused: its
-    next owner would overwrite what that view shows. It waits apart. A backend's own thread may hold
-    a finished collective's tensors for a moment, which is worth a short wait; a module that keeps a
-    view, or saved-tensor hooks inside a unit, hold them for long, and then the pool lets it go.
+    next owner would overwrite what that view shows. It waits apart, and is let go when the view
+    stays (in a module, or with saved-tensor hooks inside a unit).
 
     Args:
         allocate: Returns uint8 [nbytes], of undefined content.
@@ -218,16 +215,12 @@ class Pool:
         insort_left(self._free, slot, key=_nbytes)
 
     def _collect(self, nbytes: int) -> None:
-        """Take back what nobody holds any more; yield to other threads before memory is made."""
-        for _ in range(_YIELDS):
-            for held in [h for h in self._held if h.slot.holders() <= h.slot.own_holders]:
-                self._held.remove(held)
-                self._add_free(held.slot)
-            if not self._held or self._fitting(nbytes) < len(self._free):
-                return
-            if self._warned or all(held.checks for held in self._held):
-                break  # waited for before, or in a program that holds slots for long
-            time.sleep(1e-4)
+        """Take back what nobody holds any more; let go of what was held too often."""
+        for held in [h for h in self._held if h.slot.holders() <= h.slot.own_holders]:
+            self._held.remove(held)
+            self._add_free(held.slot)
+        if self._fitting(nbytes) < len(self._free):
+            return
         for held in self._held:
             held.checks += 1
         for held in [h for h in self._held if h.checks > _PATIENCE]:

@@ -151,7 +151,7 @@ def accumulated(model: nn.Module, turn: Turn) -> Tensor:
 
 
 def quiet(rank: int, world: int) -> None:
-    """A collective's own thread may hold a buffer for a moment: that is no reason to warn."""
+    """No collective counts as a holder once it was waited for: no warning, and no further slot."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for prefetch in (0, 2):
@@ -164,13 +164,7 @@ def quiet(rank: int, world: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 held.append((resources.params.allocated_bytes, resources.grads.allocated_bytes))
-            # A slot that the thread still holds when memory is short is replaced: on a loaded
-            # machine a pool may gain one, and takes the old one back. It never grows on.
-            pools = (resources.params, resources.grads)
-            for pool, steady, last in zip(pools, held[2], held[-1], strict=True):
-                slots = [*pool._free, *pool._used, *(h.slot for h in pool._held)]
-                one = max(slot.nbytes for slot in slots)
-                assert last <= steady + one, f"slots are not taken back: {held}"
+            assert held[2:] == held[2:3] * 10, f"slots are not taken back: {held}"
 
 
 @pytest.mark.parametrize("world", [2, 3])

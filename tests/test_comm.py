@@ -169,6 +169,27 @@ def test_gloo_sums_in_rank_order_on_every_rank() -> None:
     run_ranks(_sum_in_rank_order, 3)
 
 
+def _holds_nothing(rank: int, world: int) -> None:
+    comm = ProcessGroupComm()
+    full, shard = torch.zeros(world * 4), torch.ones(4)
+    uses = torch._C._storage_Use_Count
+
+    def holders() -> list[int]:
+        return [uses(tensor.untyped_storage()._cdata) for tensor in (full, shard)]
+
+    before = holders()
+    for _ in range(50):
+        comm.all_gather(full, shard, label="fk.gather[a/0]").wait()
+        assert holders() == before, "gloo's thread still holds what the wait has returned"
+        comm.reduce_scatter(shard, full, label="fk.reduce[a/0]").wait()
+        assert holders() == before, "gloo's thread still holds what the wait has returned"
+    assert not process_group._in_flight
+
+
+def test_what_was_waited_for_is_held_by_nobody() -> None:
+    run_ranks(_holds_nothing, 2)
+
+
 def test_torch_before_2_13_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """The old names are taken where the new ones are missing."""
     try:

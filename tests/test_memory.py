@@ -85,7 +85,7 @@ def step_peak(rank: int, world: int, prefetch: int, low: bool) -> None:
     activations = 3 * (DEPTH + 2) * BATCH * DIM * 4
     slack = 64 * 1024
     # gloo copies what it moves: a buffer for each gather under way, and one for the reduction. Its
-    # threads let go of the last ones when the next come.
+    # threads let go of the last copies when the next come.
     staging = max(1, prefetch) * LAYER * dtype.itemsize + LAYER * 4
     steady = moments + shard_grads + full_params + reduce_bucket
     bound = steady + reduced + weight_grad + staging + activations + slack

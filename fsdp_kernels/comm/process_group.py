@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -136,8 +136,9 @@ class ProcessGroupComm:
             return DoneTicket(label)
         if full.dtype not in _MOVABLE:
             full, shard = full.view(torch.uint8), shard.view(torch.uint8)
+        lent = _lend if self._gloo_on_cpu and full.is_cpu else _as_it_is
         try:
-            work = _all_gather(full, shard, group=group, async_op=True)
+            work = _all_gather(lent(full), lent(shard), group=group, async_op=True)
         except RuntimeError as error:
             raise collective_error("all_gather", label, self, error) from error
         return _WorkTicket(label, "all_gather", self, work, (full, shard))
@@ -155,7 +156,7 @@ class ProcessGroupComm:
         try:
             if self._gloo_on_cpu and not full.is_cuda:
                 parts = self._scratch.take(full)
-                work = dist.all_to_all_single(parts, full, group=group, async_op=True)
+                work = dist.all_to_all_single(_lend(parts), _lend(full), group=group, async_op=True)
                 return _SumTicket(label, self, work, (parts, shard, full), self._scratch)
             shard, full = _as_real(shard), _as_real(full)
             work = _reduce_scatter(shard, full, group=group, async_op=True)
@@ -226,6 +227,34 @@ class ProcessGroupComm:
         )
 
 
+# What a backend's threads may be reading or writing: it lives until a wait has returned, and to the
+# end of the process if none does.
+_in_flight: dict[int, tuple[Any, tuple[torch.Tensor, ...]]] = {}
+
+_storage_over = torch._C._construct_storage_from_data_pointer
+
+
+def _lend(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a 1-D tensor over the same memory that does not count as a holder of it.
+
+    Gloo's threads drop what they were given some time after the wait for it has returned. Whoever
+    counts a buffer's holders then, to reuse it, would see one more on some machines and days.
+    """
+    return _lent(tensor.data_ptr(), tensor.nbytes, tensor.dtype)
+
+
+# Kept: a tensor that only a thread of gloo's still held would have to be let go from there, under
+# Python's lock, which at the end of the process is not there any more.
+@lru_cache(maxsize=4096)
+def _lent(pointer: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    storage = _storage_over(pointer, torch.device("cpu"), nbytes)
+    return torch.empty(0, dtype=dtype).set_(storage)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -247,6 +276,7 @@ class _WorkTicket(Ticket):
         self._comm = comm
         self._work = work
         self._tensors = tensors
+        _in_flight[id(work)] = (work, tensors)
 
     def _finish(self) -> None:
         work, self._work = self._work, None
@@ -256,6 +286,8 @@ class _WorkTicket(Ticket):
             raise collective_error(self._operation, self.label, self._comm, error) from error
         finally:
             self._tensors = ()
+        # Not after an error: the backend's threads may still be at the memory then.
+        del _in_flight[id(work)]
 
 
 class _SumTicket(_WorkTicket):
