@@ -99,6 +99,11 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.checkpoint",
         "fsdp_kernels.cli",
         "fsdp_kernels.plan",
+        "fsdp_kernels.plan.engine",
+        "fsdp_kernels.plan.network",
+        "fsdp_kernels.plan.program",
+        "fsdp_kernels.plan.simulate",
+        "fsdp_kernels.plan.timing",
     ),
     7: (
         "fsdp_kernels",
@@ -137,6 +142,17 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp_kernels.shard": ("fsdp_kernels.full_params",),
     "fsdp_kernels.cli": ("fsdp_kernels.plan",),
+    "fsdp_kernels.plan.engine": ("fsdp_kernels.plan.network",),
+    "fsdp_kernels.plan.simulate": (
+        "fsdp_kernels.plan.engine",
+        "fsdp_kernels.plan.network",
+        "fsdp_kernels.plan.program",
+    ),
+    "fsdp_kernels.plan.timing": (
+        "fsdp_kernels.plan.network",
+        "fsdp_kernels.plan.program",
+        "fsdp_kernels.plan.simulate",
+    ),
     # Backends share the protocol and its checks.
     "fsdp_kernels.comm": (
         "fsdp_kernels.comm._nccl_setup",
