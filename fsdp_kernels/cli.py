@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fsdp-kernels env``."""
+"""The command line: ``fsdp-kernels env``, ``fsdp-kernels plan``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_kernels._environment import environment
+from fsdp_kernels.plan import command as plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     env = commands.add_parser("env", help="print versions, what was built, and the devices")
     env.add_argument("--json", action="store_true", help="as one JSON object")
+    env.set_defaults(run=_env)
+    plan.add_parser(commands)
     args = parser.parse_args(argv)
+    return int(args.run(args))
+
+
+def _env(args: argparse.Namespace) -> int:
     found = environment()
     print(json.dumps(found) if args.json else _text(found))
     return 0

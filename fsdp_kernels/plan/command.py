@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fsdp-kernels plan``: does it fit, on how many GPUs, with which options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from fsdp_kernels.plan import options, table
+from fsdp_kernels.plan.job import Job
+from fsdp_kernels.plan.memory import Memory, plan, smallest_world
+
+HELP = "say how much memory a training needs, and on how many GPUs it fits"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand; its `run` takes the parsed arguments."""
+    parser = commands.add_parser("plan", help=HELP, description=__doc__)
+    options.add_arguments(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="a list, one object for each world")
+    output.add_argument("--explain", action="store_true", help="each figure as a formula")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan.
+
+    Returns:
+        The exit status: 2 for impossible input, which is answered with what to change.
+    """
+    try:
+        found = [(job, [plan(job, world) for world in args.world]) for job in options.jobs(args)]
+    except ValueError as error:
+        print(f"fsdp-kernels plan: {error}", file=sys.stderr)
+        return 2
+    _show(args, found)
+    return 0
+
+
+def _show(args: argparse.Namespace, found: list[tuple[Job, list[Memory]]]) -> None:
+    smallest = [smallest_world(job) for job, _ in found]
+    if args.json:
+        rows = [
+            table.as_json(memory, least)
+            for (_, memories), least in zip(found, smallest, strict=True)
+            for memory in memories
+        ]
+        print(json.dumps(rows, indent=1))
+        return
+    print("\n".join(found[0][0].notes))
+    for (_, memories), least in zip(found, smallest, strict=True):
+        print(f"\n{table.as_text(memories, least)}")
+        if args.explain:
+            for memory in memories:
+                print(f"\n{table.explain(memory)}")
