@@ -34,6 +34,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.timeline",
         "fsdp_kernels.trace",
         "fsdp_kernels.trace_file",
+        "fsdp_kernels.trace_picture",
     ),
     1: (
         "triton_ops",
@@ -103,6 +104,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.plan.network",
         "fsdp_kernels.plan.program",
         "fsdp_kernels.plan.simulate",
+        "fsdp_kernels.plan.time_command",
+        "fsdp_kernels.plan.time_plot",
         "fsdp_kernels.plan.timing",
         "fsdp_kernels.plan.command",
         "fsdp_kernels.plan.devices",
@@ -124,6 +127,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels.streams": ("fsdp_kernels.trace",),
     "fsdp_kernels.trace": ("fsdp_kernels.timeline",),
     "fsdp_kernels.timeline": ("fsdp_kernels.trace_file",),
+    "fsdp_kernels.trace_picture": ("fsdp_kernels.trace_file",),
     # Helpers of one file, split off so that both stay readable; never the other way round.
     "triton_ops._peers": ("triton_ops._common",),
     "triton_ops.reference": ("triton_ops._common", "triton_ops._peers"),
@@ -156,7 +160,18 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.plan.network",
         "fsdp_kernels.plan.program",
     ),
+    "fsdp_kernels.plan.time_command": (
+        "fsdp_kernels.plan",
+        "fsdp_kernels.plan.devices",
+        "fsdp_kernels.plan.job",
+        "fsdp_kernels.plan.network",
+        "fsdp_kernels.plan.sizes",
+        "fsdp_kernels.plan.time_plot",
+        "fsdp_kernels.plan.timing",
+    ),
+    "fsdp_kernels.plan.time_plot": ("fsdp_kernels.plan.timing",),
     "fsdp_kernels.plan.timing": (
+        "fsdp_kernels.plan.job",
         "fsdp_kernels.plan.network",
         "fsdp_kernels.plan.program",
         "fsdp_kernels.plan.simulate",
@@ -168,6 +183,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.plan.memory",
         "fsdp_kernels.plan.options",
         "fsdp_kernels.plan.table",
+        "fsdp_kernels.plan.time_command",
     ),
     "fsdp_kernels.plan.memory": ("fsdp_kernels.plan.job", "fsdp_kernels.plan.sizes"),
     "fsdp_kernels.plan.options": (

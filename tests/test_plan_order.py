@@ -40,6 +40,7 @@ def recorded(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
     options = dict(options)
     block = Checkpointed if options.pop("checkpointed", False) else Block
     micro_batches = options.pop("micro_batches", 1)
+    no_sync = options.pop("no_sync", False)
     if options.pop("hybrid", False):
         options["mesh"] = init_device_mesh("cpu", (2, world // 2))
     model = build(partial(Net, depth=DEPTH, block=block))
@@ -49,6 +50,7 @@ def recorded(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
     for step in range(4):
         with record_schedule() as schedule:
             for micro in range(micro_batches):
+                model.set_requires_gradient_sync(not no_sync or micro == micro_batches - 1)
                 mse(model, Turn(rank, world, 10 * micro + step, torch.float32))
             optimizer.step()
             optimizer.zero_grad()
@@ -84,6 +86,7 @@ CASES: list[tuple[dict[str, Any], Mesh]] = [
     ({"checkpointed": True}, Mesh(2, 2)),
     ({"hybrid": True}, Mesh(4, 2)),
     ({"micro_batches": 2}, Mesh(2, 2)),
+    ({"micro_batches": 3, "no_sync": True}, Mesh(2, 2, no_sync=True)),
 ]
 
 

@@ -10,21 +10,17 @@ import pytest
 
 from fsdp_kernels.plan.engine import Engine, Ran
 from fsdp_kernels.plan.network import Algorithm, Group, Link, Network, Phase, place
-from fsdp_kernels.plan.timing import (
-    Machine,
-    Mesh,
-    Timing,
-    UnitWork,
-    Workload,
-    time_step,
-    transformer,
-)
+from fsdp_kernels.plan.timing import Machine, Mesh, Timing, UnitWork, Workload, time_step
 
 FAST = Link(math.inf, 0.0)
 INSIDE, BETWEEN = Link(300e9, 3e-6), Link(50e9, 14e-6)
 NETWORK = Network(INSIDE, BETWEEN)
 NOTHING = Phase("inside", 0.0, 0.0)
-MODEL = transformer(7e9, layers=32, width=4096, vocabulary=32000)
+TABLE, LAYER = 32000 * 4096, 210_000_000
+MODEL = (
+    UnitWork("", 2 * TABLE, TABLE),
+    *(UnitWork(f"layers.{i}", LAYER, LAYER, 4096) for i in range(32)),
+)
 WORK = Workload(MODEL, batch=1, sequence=4096)
 
 
@@ -254,8 +250,7 @@ def test_utilisation() -> None:
     found = time_step(work, free, Mesh(512, 512))
     assert found.hfu == pytest.approx(0.5)
     assert found.mfu == pytest.approx(0.375)
-    table, layers = 32000 * 4096, 7e9 - 2 * 32000 * 4096
-    forward = 2 * (layers + table) + 4 * 4096 * 4096 * 32
+    forward = 2 * (32 * LAYER + TABLE) + 4 * 4096 * 4096 * 32
     assert work.model_flops() == pytest.approx(3 * 4096 * forward, rel=1e-6)
     assert found.tokens_per_s == pytest.approx(0.5e15 / (4 * forward), rel=1e-6)
 

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 
-from fsdp_kernels.plan import options, table
+from fsdp_kernels.plan import options, table, time_command
 from fsdp_kernels.plan.job import Job
 from fsdp_kernels.plan.memory import Memory, plan, smallest_world
 
@@ -18,6 +18,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Register the subcommand; its `run` takes the parsed arguments."""
     parser = commands.add_parser("plan", help=HELP, description=__doc__)
     options.add_arguments(parser)
+    time_command.add_arguments(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="a list, one object for each world")
     output.add_argument("--explain", action="store_true", help="each figure as a formula")
@@ -31,12 +32,25 @@ def run(args: argparse.Namespace) -> int:
         The exit status: 2 for impossible input, which is answered with what to change.
     """
     try:
+        if args.time:
+            time_command.run(args, options.jobs(args))
+            return 0
+        _check_untimed(args)
         found = [(job, [plan(job, world) for world in args.world]) for job in options.jobs(args)]
     except ValueError as error:
         print(f"fsdp-kernels plan: {error}", file=sys.stderr)
         return 2
     _show(args, found)
     return 0
+
+
+def _check_untimed(args: argparse.Namespace) -> None:
+    for name in ("plot", "trace", "picture"):
+        if getattr(args, name):
+            raise ValueError(
+                f"--{name}: expected --time, got a plan of memory. Add --time, --batch and "
+                "--sequence."
+            )
 
 
 def _show(args: argparse.Namespace, found: list[tuple[Job, list[Memory]]]) -> None:

@@ -59,6 +59,7 @@ class Policy:
         prefetch: Units gathered ahead.
         keeps_params: Full parameters stay until the optimizer has stepped (zero2, zero1).
         defers_grads: Gradients are reduced by the step (zero1).
+        no_sync: All micro-batches but the last of a step leave their gradients to it.
         sharded: There is anything to gather; False where a rank has whole parameters (replicate).
         two_levels: Reductions of a shard group go on across replicas, once their first level is
             waited for.
@@ -68,6 +69,7 @@ class Policy:
     prefetch: int = 1
     keeps_params: bool = False
     defers_grads: bool = False
+    no_sync: bool = False
     sharded: bool = True
     two_levels: bool = False
     clips: bool = True
@@ -100,6 +102,7 @@ class Host:
         self._queue: deque[int] = deque()
         self._running = -1
         self._clock = 0
+        self._sync = True
         self._in_backward = False
         self._touched: list[int] = []
         self._current = -1
@@ -113,9 +116,11 @@ class Host:
                     unit.kept = False
                     self._do("free", index)
         for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            self._sync = not self._policy.defers_grads and (last or not self._policy.no_sync)
             self._run_forward()
             self._run_backward()
-            if self._policy.defers_grads and micro == micro_batches - 1:
+            if self._policy.defers_grads and last:
                 for index in range(len(self._units)):
                     self._do("reduce", index)
                     self._do("finish", index)
@@ -230,7 +235,7 @@ class Host:
         self._queue.clear()
         self._finish_running()
         for unit in self._units:
-            if unit.last_arrival >= 0:
+            if self._sync and unit.last_arrival >= 0:
                 unit.deadline = unit.last_arrival
         self._backward.finish()
         self._in_backward = False
@@ -241,7 +246,7 @@ class Host:
     # -- reductions -------------------------------------------------------------------------------
 
     def _to_reduce(self) -> list[int]:
-        return [] if self._policy.defers_grads else list(range(len(self._units)))[::-1]
+        return list(range(len(self._units)))[::-1] if self._sync else []
 
     def _left(self, index: int) -> None:
         unit = self._units[index]
@@ -254,7 +259,7 @@ class Host:
         if not complete:
             return
         unit.complete = True
-        if self._policy.defers_grads:
+        if not self._sync:
             self._do("pack", index)
         queue = self._queue
         while queue and self._is_due(queue[0]):

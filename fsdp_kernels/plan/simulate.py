@@ -53,12 +53,14 @@ class PieceCost:
         forward_s: Its forward.
         backward_s: Its backward, with what is computed again.
         saved_bytes: What its forward keeps for its backward.
+        again_bytes: What backward keeps beside it while it runs: activations computed again.
     """
 
     piece: Piece
     forward_s: float
     backward_s: float
     saved_bytes: int = 0
+    again_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,9 @@ class Step:
         """Draw the step as a recorded one is drawn."""
         rows = [COMPUTE, "gather", "reduce"]
         slices = [
-            Slice(one.stream, one.label, _ns(one.start_s), _ns(one.stop_s)) for one in self.ran
+            Slice(one.stream, one.label, _ns(one.start_s), _ns(one.stop_s))
+            for one in self.ran
+            if one.stop_s > one.start_s
         ]
         samples = count((kind, _ns(time_s), change) for kind, time_s, change in self.memory)
         return TraceFile(name, rows, slices, samples)
@@ -203,11 +207,11 @@ class _Device:
     def _run(self, op: Op, unit: UnitCost) -> None:
         cost = self._pieces[op.piece]
         seconds = cost.forward_s if op.verb == "forward" else cost.backward_s
-        if op.verb == "forward":
-            self._hold("activations", COMPUTE, cost.saved_bytes)
+        forward = op.verb == "forward"
+        self._hold("activations", COMPUTE, cost.saved_bytes if forward else cost.again_bytes)
         self.engine.compute(label(op.verb, unit.name), seconds)
-        if op.verb == "backward":
-            self._hold("activations", COMPUTE, -cost.saved_bytes)
+        if not forward:
+            self._hold("activations", COMPUTE, -cost.saved_bytes - cost.again_bytes)
 
     def _reduce(self, index: int, unit: UnitCost) -> None:
         self._start("reduce")

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
+from fsdp_kernels.plan.job import Job, PlannedUnit
 from fsdp_kernels.plan.network import Network, Phase, place
 from fsdp_kernels.plan.program import Piece, Policy
 from fsdp_kernels.plan.simulate import PieceCost, Step, UnitCost, simulate
@@ -55,6 +57,7 @@ class UnitWork:
         multiplied: Those that every token is multiplied by: without an embedding's table.
         attention_width: Heads times their width, summed over its layers of attention.
         saved_bytes: What one micro-batch's forward keeps for its backward.
+        again_bytes: What backward keeps while it computes the forward again.
     """
 
     name: str
@@ -62,6 +65,7 @@ class UnitWork:
     multiplied: int
     attention_width: int = 0
     saved_bytes: int = 0
+    again_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +88,9 @@ class Workload:
     sequence: int
     micro_batches: int = 1
     recompute: float = 0.0
-    compute_bytes: int = 2
-    reduce_bytes: int = 4
-    grads_bytes: int = 4
+    compute_bytes: float = 2
+    reduce_bytes: float = 4
+    grads_bytes: float = 4
 
     @property
     def tokens(self) -> int:
@@ -117,6 +121,7 @@ class Mesh:
         strategy: "zero3", "zero2", "zero1" or "replicate".
         prefetch: Units gathered ahead.
         clips: Gradients are clipped by their norm.
+        no_sync: All micro-batches but the last leave their gradients to it.
     """
 
     world: int
@@ -124,6 +129,7 @@ class Mesh:
     strategy: str = "zero3"
     prefetch: int = 1
     clips: bool = True
+    no_sync: bool = False
 
     def policy(self) -> Policy:
         """What the runtime does."""
@@ -131,6 +137,7 @@ class Mesh:
             prefetch=self.prefetch,
             keeps_params=self.strategy in ("zero2", "zero1"),
             defers_grads=self.strategy == "zero1",
+            no_sync=self.no_sync,
             sharded=self.shard > 1,
             two_levels=1 < self.shard < self.world,
             clips=self.clips,
@@ -176,12 +183,12 @@ def time_step(workload: Workload, machine: Machine, mesh: Mesh) -> Timing:
     memory = COPY_SHARE * machine.memory_bytes_per_s
     units: list[UnitCost] = []
     for unit in workload.units:
-        full_bytes = unit.params * workload.compute_bytes
-        grads_bytes = unit.params * workload.reduce_bytes
+        full_bytes = ceil(unit.params * workload.compute_bytes)
+        grads_bytes = ceil(unit.params * workload.reduce_bytes)
         held = -(-unit.params // mesh.shard)  # a rank's part, rounded up
         alone, across = mesh.shard == 1, None
         if 1 < mesh.shard < mesh.world:
-            across = network.all_reduce(held * workload.reduce_bytes, replicas)
+            across = network.all_reduce(ceil(held * workload.reduce_bytes), replicas)
         units.append(
             UnitCost(
                 name=unit.name,
@@ -196,7 +203,7 @@ def time_step(workload: Workload, machine: Machine, mesh: Mesh) -> Timing:
                 step_s=held * (_STEP_BYTES + workload.compute_bytes) / memory,
                 full_bytes=0 if alone else full_bytes,
                 grads_bytes=grads_bytes,
-                shard_grads_bytes=held * workload.grads_bytes,
+                shard_grads_bytes=ceil(held * workload.grads_bytes),
             )
         )
     # A norm is one number: its transfer takes no time beside its latencies.
@@ -219,7 +226,7 @@ def _pieces(workload: Workload, machine: Machine) -> list[PieceCost]:
     def piece(index: int, unit: UnitWork) -> PieceCost:
         forward_s = workload.forward_flops(unit) / speed
         backward_s = forward_s * (2 + workload.recompute)
-        return PieceCost(Piece(index), forward_s, backward_s, unit.saved_bytes)
+        return PieceCost(Piece(index), forward_s, backward_s, unit.saved_bytes, unit.again_bytes)
 
     pieces = [piece(index, unit) for index, unit in enumerate(others, start=1)]
     if pieces:
@@ -227,19 +234,62 @@ def _pieces(workload: Workload, machine: Machine) -> list[PieceCost]:
     return [*pieces, piece(0, root)]
 
 
-def transformer(params: float, layers: int, width: int, vocabulary: int) -> tuple[UnitWork, ...]:
-    """Return the units of a decoder: the root with table and head, and one for each layer.
+def work_of(units: Sequence[PlannedUnit], *, recompute: bool = False) -> tuple[UnitWork, ...]:
+    """Return the units of a planned job; activation checkpointing keeps inputs alone."""
+    return tuple(
+        UnitWork(
+            unit.name,
+            unit.numel,
+            unit.multiplied,
+            unit.attention_width,
+            unit.input_bytes if recompute and unit.name else unit.saved_bytes,
+            unit.saved_bytes if recompute and unit.name else 0,
+        )
+        for unit in units
+    )
 
-    Args:
-        params: All parameters.
-        layers: Number of layers.
-        width: Of the model.
-        vocabulary: Rows of the table and of the head; they are not shared.
+
+def workload_of(job: Job, micro_batches: int = 1) -> Workload:
+    """Return what a rank does in a step of a planned job.
+
+    Raises:
+        ValueError: The job does not say how many tokens a step has.
     """
-    head = vocabulary * width
-    each = (int(params) - 2 * head) // layers
-    root = UnitWork("", int(params) - each * layers, head)
-    return (root, *(UnitWork(f"layers.{i}", each, each, width) for i in range(layers)))
+    if not job.batch:
+        raise ValueError(
+            "--time: expected tokens to compute with, got none. Give --batch and --sequence."
+        )
+    numel = job.numel
+    buckets = job.buckets
+    return Workload(
+        units=work_of(job.units, recompute=job.recompute),
+        batch=job.batch,
+        sequence=job.sequence,
+        micro_batches=micro_batches,
+        recompute=1.0 if job.recompute else 0.0,
+        compute_bytes=float(sum(b.numel * b.widths.params for b in buckets) / numel),
+        reduce_bytes=float(sum(b.numel * b.widths.reduce for b in buckets) / numel),
+        grads_bytes=float(sum(b.numel * b.widths.grads for b in buckets) / numel),
+    )
+
+
+def mesh_of(job: Job, world: int) -> Mesh:
+    """Return how a job's ranks share the model.
+
+    Raises:
+        ValueError: The strategy is not simulated, or the world cannot be divided so.
+    """
+    if job.strategy == "dp":
+        raise ValueError(
+            "--time: expected a strategy with a process for each GPU, got dp. Use --strategy ddp."
+        )
+    if job.offload or job.shared_memory:
+        raise ValueError(
+            "--time: expected parameters and state on the GPUs, got --offload or "
+            "--shared-memory. Leave it out; nothing is known of the host's links."
+        )
+    strategy = {"hybrid": "zero3", "ddp": "replicate"}.get(job.strategy, job.strategy)
+    return Mesh(world, job.group(world), strategy, job.prefetch, no_sync=job.no_sync)
 
 
 def totals(timings: Sequence[Timing]) -> list[dict[str, float]]:
