@@ -125,8 +125,21 @@ def _numel(module: nn.Module) -> int:
 # -- who owns which parameter ---------------------------------------------------------------------
 
 
-def plan_units(where: str, root: nn.Module, spec: UnitSpec) -> Plan:
-    """Decide units and owners; refuse what cannot be sharded before anything is changed."""
+def plan_units(
+    where: str,
+    root: nn.Module,
+    spec: UnitSpec,
+    *,
+    check: Callable[[str, Entry], None] | None = None,
+) -> Plan:
+    """Decide units and owners; refuse what cannot be sharded before anything is changed.
+
+    Args:
+        where: Begins every message.
+        root: The module.
+        spec: See `fully_shard`.
+        check: Refuses a parameter; None: `check_kind`, and everything that a swap needs.
+    """
     chosen = _choose(where, root, spec)
     entries: dict[int, Entry] = {}
     chains: dict[int, list[list[nn.Module]]] = {}
@@ -147,7 +160,10 @@ def plan_units(where: str, root: nn.Module, spec: UnitSpec) -> Plan:
 
     walk(root, "", [])
     with _rnn_references_dropped(root):
-        return _assign(where, root, chosen, entries, chains)
+        plan = _assign(where, root, chosen, entries, chains)
+        for entry in (entry for found in plan.owners.values() for entry in found):
+            (check or _check)(where, entry)
+        return plan
 
 
 def _assign(
@@ -163,7 +179,6 @@ def _assign(
         if isinstance(entry.param, FlatShard):
             _check_shared_outside(where, entry, owner)
             continue
-        _check(where, entry)
         owners[owner].append(entry)
     fresh = [entry for found in owners.values() for entry in found]
     return Plan(where, owners, _one_device(where, fresh))
@@ -211,21 +226,35 @@ def _check_shared_outside(where: str, entry: Entry, owner: nn.Module) -> None:
         )
 
 
-def _check(where: str, entry: Entry) -> None:
+def check_kind(where: str, entry: Entry) -> None:
+    """Refuse a parameter of a kind that cannot be sharded, whether it has data or not."""
     param = entry.param
     problem = None
     if isinstance(param, UninitializedParameter):
         problem = "an initialised parameter, got a lazy one. Run one forward first"
-    elif type(param) is not nn.Parameter and type(param) is not Tensor:
-        problem = (
-            f"a plain nn.Parameter, got {type(param).__name__}. Shard before any other wrapper"
-        )
-    elif param.is_meta:
-        problem = "a parameter with data, got one on meta. Call to_empty() and initialise first"
     elif param.layout is not torch.strided:
         problem = f"a dense parameter, got layout {param.layout}"
     elif param.is_complex():
         problem = f"a real parameter, got {param.dtype}. Store it as real (torch.view_as_real)"
+    if problem is not None:
+        raise ValueError(f"{where}: parameter '{entry.name}': expected {problem}.")
+    for module, _ in entry.sites:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{where}: parameter '{entry.name}': expected dense gradients, got sparse=True. "
+                "Build the embedding with sparse=False."
+            )
+
+
+def _check(where: str, entry: Entry) -> None:
+    param = entry.param
+    problem = None
+    if type(param) not in (nn.Parameter, Tensor, UninitializedParameter):
+        problem = (
+            f"a plain nn.Parameter, got {type(param).__name__}. Shard before any other wrapper"
+        )
+    elif param.is_meta and not isinstance(param, UninitializedParameter):
+        problem = "a parameter with data, got one on meta. Call to_empty() and initialise first"
     elif not param.is_leaf:
         problem = "a leaf, got the result of an operation"
     elif param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
@@ -239,12 +268,7 @@ def _check(where: str, entry: Entry) -> None:
         problem = "no gradient yet, got one. Call zero_grad() first"
     if problem is not None:
         raise ValueError(f"{where}: parameter '{entry.name}': expected {problem}.")
-    for module, _ in entry.sites:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"{where}: parameter '{entry.name}': expected dense gradients, got sparse=True. "
-                "Build the embedding with sparse=False."
-            )
+    check_kind(where, entry)
     _check_swappable(where, entry)
 
 

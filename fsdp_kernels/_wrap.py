@@ -102,8 +102,8 @@ def _shared_bytes(plan: Plan, policy: MixedPrecisionPolicy, world: int) -> tuple
     """Bytes of each bucket's full parameters, and of the largest full gradient bucket."""
     params, grads = [], [0]
     for entries in plan.owners.values():
-        for group in _groups(entries):
-            dtypes = _dtypes(group[0].param.dtype, policy)
+        for group in bucket_groups(entries):
+            dtypes = bucket_dtypes(group[0].param.dtype, policy)
             numel = _layout(group, dtypes, world).full_numel
             params.append(numel * dtypes.compute.itemsize)
             grads.append(numel * dtypes.reduce.itemsize)
@@ -133,7 +133,7 @@ def build_units(
     """Make units and buckets, and turn the parameters into `FlatShard`s, bucket by bucket."""
     units = []
     for module, entries in plan.owners.items():
-        groups = _groups(entries)
+        groups = bucket_groups(entries)
         buckets = [_build_bucket(group, policy, resources, sync) for group in groups]
         unit = Unit(module, buckets, strategy)
         modules = {site_module for entry in entries for site_module, _ in entry.sites}
@@ -145,7 +145,7 @@ def build_units(
     return units
 
 
-def _groups(entries: list[Entry]) -> list[list[Entry]]:
+def bucket_groups(entries: list[Entry]) -> list[list[Entry]]:
     """The parameters of each of a unit's buckets."""
     kinds = [(e.name, e.param.dtype, e.param.requires_grad) for e in entries]
     return [[entries[i] for i in indices] for indices in group_parameters(kinds).values()]
@@ -160,7 +160,7 @@ def _layout(entries: list[Entry], dtypes: Dtypes, world: int) -> BucketLayout:
     )
 
 
-def _dtypes(own: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
+def bucket_dtypes(own: torch.dtype, policy: MixedPrecisionPolicy) -> Dtypes:
     if not own.is_floating_point:
         return Dtypes(own, own, own)
     compute = policy.param_dtype or own
@@ -172,7 +172,7 @@ def _build_bucket(
 ) -> Bucket:
     comm = resources.comm
     own = entries[0].param.dtype
-    dtypes = _dtypes(own, policy)
+    dtypes = bucket_dtypes(own, policy)
     layout = _layout(entries, dtypes, comm.world)
     full = torch.zeros(layout.full_numel, dtype=own, device=entries[0].param.device)
     with torch.no_grad():

@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp_kernels.bucket import Dtypes
+from fsdp_kernels.plan.job import Job, PlannedBucket, PlannedUnit
+from fsdp_kernels.plan.memory import Memory, plan
+from fsdp_kernels.plan.model import widths_of
+from fsdp_kernels.plan.sharded import planned
+
 KINDS = {
     "params": "parameters, in the dtype of computation",
     "master": "parameters, fp32 master",
@@ -24,10 +30,24 @@ KINDS = {
 def ddp_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, int]:
     """Compute what DistributedDataParallel holds on every rank: everything, nothing in buckets."""
     numel = sum(p.numel() for p in model.parameters())
-    low = dtype != torch.float32
-    params, master = numel * dtype.itemsize, 4 * numel if low else 0
-    sizes = {"params": params, "master": master, "moments": 8 * numel, "grads": 4 * numel}
-    return dict.fromkeys(KINDS, 0) | sizes
+    dtypes = Dtypes(own=torch.float32, compute=dtype, reduce=torch.float32)
+    bucket = PlannedBucket(("everything",), (numel,), widths_of(dtypes))
+    job = Job((PlannedUnit("", (bucket,)),), strategy="ddp")
+    return by_kind(plan(job, world=1))  # the same whatever the world
+
+
+def by_kind(memory: Memory) -> dict[str, int]:
+    """Sort a plan's bytes as `measured_bytes` finds them: shards here, full buckets there."""
+    at = memory.nbytes
+    shards = {"params": at("params_shard"), "grads": at("grads_shard")}
+    return {
+        "params": shards["params"] or at("params"),
+        "master": at("master"),
+        "moments": at("optimizer"),
+        "grads": shards["grads"] or at("grads"),
+        "full_params": at("gather") + (at("params") if shards["params"] else 0),
+        "full_grads": at("reduce") + (at("grads") if shards["grads"] else 0),
+    }
 
 
 def buckets_of(model: Any) -> list[Any]:
@@ -44,34 +64,9 @@ def comm_name(model: nn.Module) -> str:
     return str(buckets_of(model)[0].comm.name)
 
 
-def planned_bytes(model: nn.Module, accumulate: int) -> dict[str, int]:
+def planned_bytes(model: Any, accumulate: int) -> dict[str, int]:
     """Compute what a rank of a sharded model will hold, padding included, from its layout."""
-    sizes = dict.fromkeys(KINDS, 0)
-    strategy = buckets_of(model)[0].unit.strategy
-    full: list[tuple[int, int]] = []
-    shares = shared_bytes(model) > 0
-    for bucket in buckets_of(model):
-        numel, own, compute = bucket.layout.shard_numel, bucket.dtype, bucket.compute_dtype
-        sizes["params"] += numel * compute.itemsize
-        sizes["master"] += numel * own.itemsize if own != compute or shares else 0
-        sizes["moments"] += 2 * numel * own.itemsize
-        sizes["grads"] += numel * own.itemsize
-        full_numel = bucket.layout.full_numel
-        full.append((full_numel * compute.itemsize, full_numel * bucket.reduce_dtype.itemsize))
-    # Under `no_sync` every bucket keeps its full gradients; otherwise each is reduced at once.
-    waits = accumulate > 1 or strategy.defers_grads
-    grads = [nbytes for _, nbytes in full]
-    if shares:  # full parameters are the ranks' parts; gradients are packed where all can read them
-        sizes["full_grads"] = (sum(grads) if waits else 0) + 2 * max(grads)
-        return sizes
-    # The root stays full while its blocks come and go: one computes, the next is prefetched.
-    largest = max((params for params, _ in full[1:]), default=0)
-    sizes["full_params"] = full[0][0] + min(2, len(full) - 1) * largest
-    if strategy.keeps_params:  # all of them, beside the shards; a replica's shards are all
-        kept = sum(params for params, _ in full)
-        sizes["full_params"] = 0 if strategy.replicates else kept
-    sizes["full_grads"] = (sum if waits else max)(grads)
-    return sizes
+    return by_kind(planned(model, no_sync=accumulate > 1))
 
 
 def shared_bytes(model: nn.Module) -> int:

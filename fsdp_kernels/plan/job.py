@@ -91,7 +91,8 @@ class PlannedUnit:
         name: Its path; "" is the root.
         buckets: One for each dtype and `requires_grad`.
         saved_bytes: What one micro-batch's forward keeps for its backward.
-        input_bytes: What of it activation checkpointing keeps: the inputs.
+        input_bytes: Its inputs, which activation checkpointing keeps instead.
+        inner_bytes: All of `saved_bytes` but the inputs: what it then computes again in backward.
         multiplied: Parameters that every token is multiplied by (not an embedding's table).
         attention_width: Heads times their width, summed over its attention layers.
     """
@@ -100,6 +101,7 @@ class PlannedUnit:
     buckets: tuple[PlannedBucket, ...]
     saved_bytes: int = 0
     input_bytes: int = 0
+    inner_bytes: int = 0
     multiplied: int = 0
     attention_width: int = 0
 

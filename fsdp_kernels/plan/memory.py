@@ -8,22 +8,25 @@ The formulas are those of `docs/design.md`, "Strategies" and "Memory of a rank";
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
 
-from fsdp_kernels.plan.job import Job, PlannedBucket
+from fsdp_kernels.plan.buffers import Moment, Passing, UnitBytes, passing
+from fsdp_kernels.plan.job import Job, PlannedBucket, PlannedUnit
+from fsdp_kernels.plan.program import Policy
 from fsdp_kernels.plan.sizes import show_bytes, show_count, show_width
 
-STEADY = ("params", "master", "grads", "optimizer", "copies")
+STEADY = ("params", "params_shard", "master", "grads", "grads_shard", "optimizer")
 PASSING = ("gather", "reduce", "autograd", "activation")
 
 KINDS = {
     "params": "parameters, in the dtype of computation",
+    "params_shard": "the rank's shard of them, beside the full ones",
     "master": "parameters, as the step keeps them",
     "grads": "gradients",
+    "grads_shard": "the rank's shard of them, beside the full ones",
     "optimizer": "optimizer state",
-    "copies": "the rank's shards beside what it keeps in full",
     "gather": "full buckets of gathered parameters",
     "reduce": "full buckets of gradients under reduction",
     "autograd": "a unit's gradients before they are packed",
@@ -56,7 +59,8 @@ class Memory:
     Attributes:
         job: Of which training.
         world: Ranks, all of them.
-        figures: By kind, in the order of `KINDS`.
+        figures: By kind, in the order of `KINDS`; each at its own highest.
+        passing: A step.
         host: What lies in the host's memory for this rank.
         gather_whole: What it would take to gather the whole model at once.
         first: For dp, the first GPU's peak; else None.
@@ -65,6 +69,7 @@ class Memory:
     job: Job
     world: int
     figures: dict[str, Figure]
+    passing: Passing
     host: Figure
     gather_whole: Figure
     first: Figure | None
@@ -79,9 +84,19 @@ class Memory:
         return ceil(self._sum(STEADY))
 
     @property
+    def highest(self) -> Moment:
+        """When activations and gradients that were not packed yet are most together."""
+        return self.passing.highest
+
+    @property
     def peak(self) -> int:
-        """The most that a rank may hold at once, and what is reserved."""
-        return ceil(self._sum((*STEADY, *PASSING))) + self.job.reserve_bytes
+        """The most that a rank holds at once, and what is reserved.
+
+        Pools keep their slots, so full buckets count as if all were in use at that moment.
+        """
+        moment = self.highest
+        flat = self._sum((*STEADY, "gather", "reduce"))
+        return ceil(flat) + moment.activation + moment.autograd + self.job.reserve_bytes
 
     def _sum(self, kinds: Iterable[str]) -> Fraction | int:
         return sum(self.figures[kind].exact for kind in kinds)
@@ -138,18 +153,23 @@ class _Planner:
         self.world = world
         self.shard = job.group(world)
         self.buckets = job.buckets
+        if job.strategy in ("dp", "ddp"):  # torch's, which know no buckets of ours
+            self.buckets = [replace(bucket, itemsize=0) for bucket in self.buckets]
         self.shares = job.shared_memory and self.shard > 1
         self.keeps_params = job.keeps_params and self.shard > 1 and not self.shares
+        self.passing = Passing(0, 0, ())
         self.full_grads = job.defers_grads or (job.no_sync and job.strategy not in ("dp", "ddp"))
 
     def plan(self) -> Memory:
         """Return everything."""
+        self.passing = self._step()
         figures = {
             "params": self._params(),
+            "params_shard": self._beside(self.keeps_params, "params"),
             "master": self._master(),
             "grads": self._grads(),
+            "grads_shard": self._beside(self.full_grads, "grads"),
             "optimizer": self._sum("state", "optimizer"),
-            "copies": self._copies(),
             "gather": self._gather(),
             "reduce": self._reduce(),
             "autograd": self._autograd(),
@@ -159,14 +179,17 @@ class _Planner:
         host = self._move_to_host(kept)
         first = None
         if self.job.strategy == "dp":
-            total = sum(figure.exact for figure in kept.values()) + self.job.reserve_bytes
-            first = Figure(total, "the others' and the optimizer's, which runs on the first GPU")
+            first = Figure(
+                sum(figure.exact for figure in kept.values()) + self.job.reserve_bytes,
+                "what the others hold, and the optimizer state: only the first GPU steps",
+            )
             if self.world > 1:
                 for kind in ("optimizer", "master"):
                     kept[kind] = Figure(0, "on the first GPU only")
         whole = sum(b.numel * b.widths.params for b in self.buckets)
         formula = f"{show_count(self.job.numel)} parameters in full"
-        return Memory(self.job, self.world, kept, host, Figure(whole, formula), first)
+        at_once = Figure(whole, formula)
+        return Memory(self.job, self.world, kept, self.passing, host, at_once, first)
 
     # -- shards -----------------------------------------------------------------------------------
 
@@ -203,76 +226,75 @@ class _Planner:
             return self._full("reduce", "kept until the step")
         return self._sum("grads", "gradients")
 
-    def _copies(self) -> Figure:
-        figures = []
-        if self.keeps_params:
-            figures.append(self._sum("params", "parameters"))
-        if self.full_grads:
-            figures.append(self._sum("grads", "gradients"))
-        if not figures:
-            return Figure(0, "nothing is kept twice")
-        return Figure(sum(f.exact for f in figures), " + ".join(f.formula for f in figures))
+    def _beside(self, kept: bool, width: str) -> Figure:
+        return self._sum(width, width) if kept else Figure(0, "not kept twice")
 
     # -- full buckets -----------------------------------------------------------------------------
 
-    def _unit_bytes(self, width: str) -> list[tuple[str, int]]:
-        """The full buckets of each unit, the root first."""
-        return [
-            (
-                unit.name or "root",
-                ceil(
-                    sum(b.full_numel(self.shard) * getattr(b.widths, width) for b in unit.buckets)
-                ),
-            )
-            for unit in self.job.units
-        ]
+    def _step(self) -> Passing:
+        """Play a step."""
+        job = self.job
+        gathers = job.shards and not job.keeps_params and not self.shares
+        policy = Policy(
+            prefetch=job.prefetch,
+            keeps_params=job.keeps_params,
+            defers_grads=job.defers_grads,
+            sharded=gathers,
+            two_levels=1 < self.shard < self.world,
+            clips=False,
+        )
+        return passing(
+            tuple(self._unit_bytes(unit, gathers) for unit in job.units),
+            policy,
+            grads_stay=self.full_grads or self.shares or job.strategy in ("dp", "ddp"),
+        )
+
+    def _unit_bytes(self, unit: PlannedUnit, gathers: bool) -> UnitBytes:
+        def full(width: str) -> tuple[int, ...]:
+            held = ((b, getattr(b.widths, width)) for b in unit.buckets)
+            return tuple(ceil(b.full_numel(self.shard) * w) for b, w in held)
+
+        again = self.job.recompute and unit.name != ""
+        trained = sum(b.numel * b.widths.params for b in unit.buckets if b.widths.grads)
+        stays = self.job.strategy in ("dp", "ddp")  # where autograd put them
+        return UnitBytes(
+            name=unit.name or "root",
+            gather=full("params") if gathers else (),
+            reduce=full("reduce"),
+            autograd=0 if stays else ceil(trained),
+            forward=unit.input_bytes if again else unit.saved_bytes,
+            inner=unit.inner_bytes if again else 0,
+        )
 
     def _gather(self) -> Figure:
         if not self.job.shards or self.job.keeps_params:
             return Figure(0, "nothing is gathered beside what is kept")
         if self.shares:
             return Figure(0, "full parameters lie in shared memory, once for all ranks")
-        (_, root), *others = self._unit_bytes("params")
-        count = min(1 + self.job.prefetch, len(others))
-        name, largest = max(others, key=lambda unit: unit[1], default=("", 0))
-        terms = [f"root {show_bytes(root)}"] if root else []
-        if count:
-            terms.append(f"{count} of the largest unit ({name}, {show_bytes(largest)})")
-        return Figure(root + count * largest, " + ".join(terms))
+        highest = max(self.passing.moments, key=lambda moment: moment.gather)
+        most = self.passing.gather_bytes
+        return Figure(most, f"{_units(highest.gathered)}, at '{highest.what}'")
 
     def _reduce(self) -> Figure:
         if self.job.strategy in ("dp", "ddp"):
             return Figure(0, "gradients are reduced where they are kept")
-        units = self._unit_bytes("reduce")
-        name, largest = max(units, key=lambda unit: unit[1])
         if self.shares:
-            return Figure(2 * largest, f"2 of the largest ({name}, {show_bytes(largest)}), shared")
+            full = [b.full_numel(self.shard) * b.widths.reduce for b in self.buckets]
+            return Figure(2 * max(full), f"2 x {show_bytes(ceil(max(full)))}, the largest bucket")
         if self.full_grads:
             return Figure(0, "full gradients are kept already")
-        return Figure(largest, f"the largest unit ({name}, {show_bytes(largest)})")
+        highest = max(self.passing.moments, key=lambda moment: moment.reduce)
+        return Figure(self.passing.reduce_bytes, _units(highest.reducing))
 
     def _autograd(self) -> Figure:
         if self.job.strategy in ("dp", "ddp"):
             return Figure(0, "gradients stay where autograd put them")
-        trained = [
-            ceil(sum(b.numel * b.widths.params for b in unit.buckets if b.widths.grads))
-            for unit in self.job.units
-        ]
-        return Figure(max(trained), f"the largest unit ({show_bytes(max(trained))}), once")
+        highest = max(self.passing.moments, key=lambda moment: moment.autograd)
+        return Figure(highest.autograd, f"{_units(highest.unpacked)}, at '{highest.what}'")
 
     def _activation(self) -> Figure:
-        units = self.job.units
-        saved = sum(unit.saved_bytes for unit in units)
-        if not self.job.recompute:
-            return Figure(saved, _activation_terms(self.job))
-        root, *others = units
-        inputs = sum(unit.input_bytes for unit in others)
-        again = max((unit.saved_bytes for unit in others), default=0)
-        formula = (
-            f"inputs of {len(others)} units {show_bytes(inputs)} + one unit computed again "
-            f"{show_bytes(again)} + outside of them {show_bytes(root.saved_bytes)}"
-        )
-        return Figure(root.saved_bytes + inputs + again, formula)
+        highest = max(moment.activation for moment in self.passing.moments)
+        return Figure(highest, _activation_terms(self.job))
 
     def _move_to_host(self, figures: dict[str, Figure]) -> Figure:
         kinds = []
@@ -284,6 +306,11 @@ class _Planner:
         for kind in kinds:
             figures[kind] = Figure(0, f"{show_bytes(figures[kind].nbytes)} in host memory")
         return Figure(total, " + ".join(kinds) or "nothing is offloaded")
+
+
+def _units(held: dict[str, int]) -> str:
+    """Name units with their bytes."""
+    return " + ".join(f"{name} {show_bytes(n)}" for name, n in held.items() if n) or "none"
 
 
 def _counted(held: list[tuple[PlannedBucket, Fraction]]) -> str:
@@ -303,9 +330,15 @@ def _padding(held: list[tuple[PlannedBucket, Fraction]], shard: int) -> str:
 
 
 def _activation_terms(job: Job) -> str:
-    saved = [unit.saved_bytes for unit in job.units]
-    if not any(saved):
+    root, *others = job.units
+    if not any(unit.saved_bytes for unit in job.units):
         return "none: give --batch and --sequence, or --activation-bytes"
-    root, *others = saved
-    terms = f"{len(others)} units, {show_bytes(sum(others))}"
-    return terms + (f" + outside of them {show_bytes(root)}" if root else "")
+    outside = f" + outside of them {show_bytes(root.saved_bytes)}" if root.saved_bytes else ""
+    if not job.recompute:
+        return f"{len(others)} units {show_bytes(sum(u.saved_bytes for u in others))}{outside}"
+    inputs = sum(unit.input_bytes for unit in others)
+    again = max((unit.inner_bytes for unit in others), default=0)
+    return (
+        f"inputs of {len(others)} units {show_bytes(inputs)} + one unit computed again "
+        f"{show_bytes(again)}{outside}"
+    )

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 from fsdp_kernels.plan import devices
 from fsdp_kernels.plan.job import NAMES, Job, PlannedUnit, Widths
@@ -15,7 +17,7 @@ from fsdp_kernels.plan.widths import OPTIMIZERS, Precision
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add everything that says what is trained, and how."""
-    _add_model(parser.add_argument_group("what is trained (one of the first two)"))
+    _add_model(parser.add_argument_group("what is trained (one of the first four)"))
     _add_precision(parser.add_argument_group("dtypes and optimizer"))
     _add_sharding(parser.add_argument_group("how it is sharded"))
     _add_machine(parser.add_argument_group("the device"))
@@ -25,6 +27,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--params", type=parse_count, help="number of parameters: 70e9, 70B")
     add("--params-bytes", type=parse_bytes, help="the same in bytes of --param-dtype: 12GB")
+    add("--hf-config", type=Path, help="a transformers configuration: config.json")
+    add("--module", metavar="PKG.MOD:MAKE", help="a function that makes the model")
+    add("--inputs", metavar="PKG.MOD:MAKE", help="a function of batch and sequence: its inputs")
     add("--batch", type=_positive, default=0, help="sequences of a micro-batch on a GPU")
     add("--sequence", type=_positive, default=0, help="tokens of a sequence")
     add("--layers", type=_positive, help="blocks, where only a number of parameters is given")
@@ -53,6 +58,7 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
     add("--shard", type=_positive, help="GPUs of a shard group; hybrid: those of a host, 8")
     add("--unit-params", type=parse_count, help="parameters of a unit; of a model: at least")
     add("--unit-bytes", type=parse_bytes, help="the same in bytes of --param-dtype")
+    add("--unit-class", help="class whose instances are units (a model's largest list's)")
     add("--prefetch", type=_whole, default=1, help="units gathered ahead (1)")
     add("--no-sync", action="store_true", help="micro-batches accumulate before one reduction")
     add("--checkpoint-activations", action="store_true", help="compute each unit twice")
@@ -86,7 +92,10 @@ def jobs(args: argparse.Namespace) -> list[Job]:
         args.state_dtype,
         args.optimizer,
     )
-    units, notes = _counted_units(args, precision)
+    counted = args.hf_config is None and args.module is None
+    units, notes = (_counted_units if counted else _model_units)(args, precision)
+    if args.activation_bytes is not None:
+        units = with_activations(units, args.activation_bytes)
     if args.offload:
         notes.append("offload is planned only: fully_shard does not do it yet")
     device = devices.find(args.device)
@@ -118,12 +127,13 @@ def _shard(args: argparse.Namespace, strategy: str) -> int | None:
 
 
 def _check_sources(args: argparse.Namespace) -> None:
-    sources = ("params", "params_bytes")
+    sources = ("params", "params_bytes", "hf_config", "module")
     given = [name for name in sources if getattr(args, name) is not None]
     if len(given) != 1:
         options = ", ".join("--" + name.replace("_", "-") for name in sources)
         got = " and ".join("--" + name.replace("_", "-") for name in given) or "none"
         raise ValueError(f"plan: expected one of {options}, got {got}. Give --params 7e9.")
+    _check_together(args, given[0])
     if bool(args.batch) != bool(args.sequence):
         raise ValueError(
             "plan: expected --batch and --sequence together, got one. Give both for activations, "
@@ -138,6 +148,24 @@ def _check_sources(args: argparse.Namespace) -> None:
             "--checkpoint-activations: expected activations that the planner computes, got "
             "--activation-bytes. Give --batch and --sequence instead, or lower the bytes."
         )
+
+
+_COUNTED = ("grads_bytes", "optimizer_bytes", "layers", "width", "vocabulary")
+_MODELS = ("inputs", "unit_class")
+
+
+def _check_together(args: argparse.Namespace, source: str) -> None:
+    """Refuse what means nothing beside the source of the model."""
+    counted = source in ("params", "params_bytes")
+    for name in _MODELS if counted else _COUNTED:
+        if getattr(args, name):
+            option, other = "--" + name.replace("_", "-"), "--" + source.replace("_", "-")
+            needs = "--module or --hf-config" if counted else "--params"
+            raise ValueError(
+                f"{option}: expected {needs}, got {other}. Leave {option} out, or give the other."
+            )
+    if args.inputs and args.module is None:
+        raise ValueError("--inputs: expected --module, got --hf-config. Leave --inputs out.")
 
 
 def _counted_units(
@@ -155,9 +183,26 @@ def _counted_units(
     notes = [describe(numel, units)]
     if unit_numel is None or args.batch:
         notes.append(shape.note())
-    if args.activation_bytes is not None:
-        units = with_activations(units, args.activation_bytes)
     return units, notes
+
+
+def _model_units(
+    args: argparse.Namespace, precision: Precision
+) -> tuple[tuple[PlannedUnit, ...], list[str]]:
+    """Units of a model that can be made."""
+    from fsdp_kernels.plan import model  # the other plans need neither a model nor transformers
+
+    if args.hf_config is not None:
+        source, name = model.from_config(args.hf_config), str(args.hf_config)
+    else:
+        source, name = model.from_module(args.module, args.inputs), args.module
+    spec: int | str | None = args.unit_class
+    if args.unit_params is not None or args.unit_bytes is not None:
+        spec = args.unit_params or -(-args.unit_bytes // DTYPE_BYTES[args.param_dtype or "fp32"])
+    cut = model.Cut(spec, precision, args.batch, args.sequence)
+    units = model.planned_units(source, cut)
+    numel = sum(unit.numel for unit in units)
+    return units, [f"{name}: {describe(numel, units)}"]
 
 
 def _unit_numel(args: argparse.Namespace, numel: int, itemsize: int) -> int | None:
@@ -192,15 +237,7 @@ def with_activations(units: tuple[PlannedUnit, ...], nbytes: int) -> tuple[Plann
     for unit in units:
         passed += unit.numel
         upto = nbytes * passed // numel
-        spread.append(
-            PlannedUnit(
-                unit.name,
-                unit.buckets,
-                saved_bytes=upto - last,
-                multiplied=unit.multiplied,
-                attention_width=unit.attention_width,
-            )
-        )
+        spread.append(replace(unit, saved_bytes=upto - last, input_bytes=0, inner_bytes=0))
         last = upto
     return tuple(spread)
 

@@ -58,10 +58,8 @@ def explain(memory: Memory) -> str:
     lines = [f"{job.strategy} on {memory.world} GPUs, each holds"]
     rows = [[kind, show_bytes(memory.nbytes(kind)), f.formula] for kind, f in _shown(memory)]
     steady = " + ".join(kind for kind in STEADY if memory.nbytes(kind))
-    passing = " + ".join(kind for kind in PASSING if memory.nbytes(kind))
     rows.append(["steady", show_bytes(memory.steady), steady])
-    reserve = " + reserve" if job.reserve_bytes else ""
-    rows.append(["peak", show_bytes(memory.peak), f"steady + {passing}{reserve}"])
+    rows.append(["peak", show_bytes(memory.peak), _peak(memory)])
     if memory.first is not None:
         rows.append(["first GPU", show_bytes(memory.first.nbytes), memory.first.formula])
     if memory.host.nbytes:
@@ -73,6 +71,19 @@ def explain(memory: Memory) -> str:
     name, number = (max(len(row[i]) for row in rows) for i in (0, 1))
     lines += [f"  {a.ljust(name)}  {b.rjust(number)} = {c}" for a, b, c in rows]
     return "\n".join(lines)
+
+
+def _peak(memory: Memory) -> str:
+    """The terms of the peak: what stays, and the moment when most passes."""
+    moment = memory.highest
+    terms = ["steady", *(kind for kind in ("gather", "reduce") if memory.nbytes(kind))]
+    if moment.activation:
+        terms.append(f"activations {show_bytes(moment.activation)}")
+    if moment.autograd:
+        terms.append(f"autograd {show_bytes(moment.autograd)}")
+    if memory.job.reserve_bytes:
+        terms.append(f"reserved {show_bytes(memory.job.reserve_bytes)}")
+    return f"{' + '.join(terms)}, at '{moment.what}'"
 
 
 def _shown(memory: Memory) -> list[tuple[str, Any]]:

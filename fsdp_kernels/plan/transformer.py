@@ -105,6 +105,7 @@ class Shape:
                     (PlannedBucket((f"{name}.{i}.weight",), (numel,), widths),),
                     saved_bytes=round(saved * share),
                     input_bytes=round(token),
+                    inner_bytes=round(saved * share - token),
                     multiplied=numel,
                     attention_width=round(self.layers * self.width * share),
                 )
