@@ -37,21 +37,22 @@ def sanitizer(tool: str) -> dict[str, tuple[str, ...]]:
 
 
 PARTS: list[Part] = [
-    Part("device", 30, ("bench/gpu_device.py",), figures=True),
+    Part("device", 25, ("bench/gpu_device.py",), figures=True),
     Part("build", 60, BUILD, environ={"FSDP_KERNELS_CUDA": "require"}),
     Part("environment", 8, ("-m", "fsdp_kernels.cli", "env", "--json")),
-    Tests("triton kernels", 55, TRITON, workers=4),
+    Tests("triton kernels", 50, TRITON, workers=4),
     Tests("cuda kernels", 27, CUDA, workers=4),
     Part("memcheck", 25, SANITIZED, environ=UNCACHED, **sanitizer("memcheck")),
     Part("racecheck", 20, SANITIZED, **sanitizer("racecheck")),
-    Tests("one rank", 55, ("-m", "gpu", "tests/test_device.py", "tests/test_device_nccl.py")),
+    Tests("one rank", 50, ("-m", "gpu", "tests/test_device.py", "tests/test_device_nccl.py")),
     Tests("streams", 25, ("-m", "gpu", "tests/test_device_streams.py")),
-    Tests("two ranks", 50, ("-m", "gpu", "tests/test_device_two_ranks.py"), may_skip=True),
+    Tests("two ranks", 45, ("-m", "gpu", "tests/test_device_two_ranks.py"), may_skip=True),
+    Tests("peer memory", 30, ("-m", "gpu", "tests/test_device_peer.py")),
     Part("bench kernels", 20, ("bench/kernels.py", "--device", "cuda"), figures=True),
     Part("bench adam bf16", 20, (*ADAM, "--dtype", "bf16"), figures=True),
     Part("bench adam fp32", 15, (*ADAM, "--dtype", "fp32"), figures=True),
-    Part("bench step", 30, (*STEP, *STEP_SIZES), figures=True),
-    Part("bench host", 20, ("bench/host.py", "--device", "cuda", "--units", "32"), figures=True),
+    Part("bench step", 25, (*STEP, *STEP_SIZES), figures=True),
+    Part("bench host", 15, ("bench/host.py", "--device", "cuda", "--units", "32"), figures=True),
 ]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from fsdp_kernels import _ext, _nvml
 from fsdp_kernels._version import __version__
+from fsdp_kernels.comm.peer import availability
 from fsdp_kernels.comm.pick import choose, dotted, nccl_range
 
 _picked_comm: str | None = None
@@ -43,6 +44,7 @@ def environment() -> dict[str, Any]:
         "cpu_kernels": _cpu_kernels(),
         "cuda_kernels": _cuda_kernels(),
         "nccl": _nccl(),
+        "peer_memory": availability(),
         "gpus": _nvml.gpus(),
         "comm": _picked_comm,
         "comm_if_none": {kind: _would_pick(kind) for kind in ("cuda", "cpu")},

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 _REMOTE_KINDS = {0: "gpu", 1: "npu", 2: "switch"}  # nvmlIntNvLinkDeviceType_t
@@ -30,6 +31,37 @@ def gpus() -> list[dict[str, Any]] | str:
         return f"unknown: {error}"
     finally:
         nvml.nvmlShutdown()
+
+
+def why_unlinked(gpu: str, others: Sequence[str]) -> str:
+    """Return why a GPU does not reach others over NVLink, as far as NVML can tell; "" if it does.
+
+    Args:
+        gpu: Its UUID, as NVML spells it ("GPU-...").
+        others: Those of the others.
+    """
+    if not others:
+        return ""
+    try:
+        import pynvml as nvml
+    except ImportError:
+        return "whether NVLink joins the GPUs is unknown: the package nvidia-ml-py is not installed"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return f"whether NVLink joins the GPUs is unknown: {error}"
+    try:
+        own = nvml.nvmlDeviceGetHandleByUUID(gpu)
+        for other in others:
+            peer = nvml.nvmlDeviceGetHandleByUUID(other)
+            status = nvml.nvmlDeviceGetP2PStatus(own, peer, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+            if status != nvml.NVML_P2P_STATUS_OK:
+                return f"no NVLink joins {gpu} and {other}"
+    except nvml.NVMLError as error:
+        return f"whether NVLink joins {gpu} and {', '.join(others)} is unknown: {error}"
+    finally:
+        nvml.nvmlShutdown()
+    return ""
 
 
 def _gpu(nvml: Any, handles: list[Any], index: int) -> dict[str, Any]:

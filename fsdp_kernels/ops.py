@@ -176,6 +176,13 @@ def reduce(
     return None if table is None else torch.tensor(sums, dtype=torch.float64)
 
 
+def reduce_multicast(address: int, out: Tensor, *, accumulate: bool = False) -> None:
+    """Let NVLink switches sum a shard; see `triton_ops.reduce.reduce_multicast`. CUDA only."""
+    from triton_ops.reduce import reduce_multicast as on_device
+
+    on_device(address, out, accumulate=accumulate)
+
+
 def reduce_adam(
     peers: Sequence[Tensor],
     shard: AdamShard,

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Variant:
     block: int
     loads: tuple[str, ...] = ()  # dtypes of the streams read
     stores: tuple[str, ...] = ()
+    since: int = 0  # the first architecture that can run it
 
     def vector_accesses(self, streams: tuple[str, ...]) -> int:
         """Count the 16-byte accesses that a thread needs for its part of a block's streams."""
@@ -148,6 +150,14 @@ def reduce_variant(peers: str, out: str, world: int, *, accumulate: bool, table:
     return Variant(name, reduce.reduce_kernel, arguments, block, loads=loads, stores=(out,))
 
 
+def multicast_variant(dtype: str) -> Variant:
+    """The sum in switches: each 16 bytes of a block are one load of theirs."""
+    name = f"multicast-{dtype}"
+    variant = reduce_variant(dtype, dtype, 1, accumulate=False, table=False)
+    arguments = {**variant.arguments, "BLOCK": common.BLOCK_NUMEL, "MULTICAST": True}
+    return Variant(name, variant.kernel, arguments, common.BLOCK_NUMEL, stores=(dtype,), since=90)
+
+
 def reduce_adam_variant(peers: str, copy: str | None, world: int, *, amsgrad: bool) -> Variant:
     state = ("fp32",) * (4 if amsgrad else 3)
     narrowest = min(BYTES[dtype] for dtype in (peers, copy or "fp32"))
@@ -211,6 +221,9 @@ VARIANTS = (
     reduce_adam_variant("fp32", "bf16", 8, amsgrad=False),
     reduce_adam_variant("bf16", "bf16", 8, amsgrad=True),
     reduce_adam_variant("fp32", "bf16", 32, amsgrad=False),
+    multicast_variant("fp32"),
+    multicast_variant("bf16"),
+    multicast_variant("fp16"),
 )
 
 
@@ -250,6 +263,23 @@ def summed_layouts(ttgir: str) -> list[str]:
     return sorted(f"{numel} {dtype} {layouts[name]}" for numel, dtype, name in summed)
 
 
+def switched(ptx: str) -> list[dict[str, Any]]:
+    """List the loads that switches sum: what they are, and whether they are stored as they came."""
+    found = re.findall(r"(multimem\.\S+) \{([^}]+)\}", ptx)
+    stored = re.findall(r"st\.global\S* \[[^]]+\], \{ ?([^}]+?) ?\}", ptx)
+    return [{"load": load, "in_order": registers in stored} for load, registers in found]
+
+
+def sass(cubin: bytes) -> str:
+    """Disassemble with the tool that comes with triton."""
+    nvdisasm = Path(get_ptxas(90).path).with_name("nvdisasm")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([nvdisasm, file.name], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 def resources(ptx: str, arch: int) -> str:
     """Return what ``ptxas -v`` says of registers and spills."""
     target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)
@@ -283,6 +313,8 @@ def describe(variant: Variant, arch: int) -> dict[str, object]:
         "streams": len(variant.loads) + len(variant.stores),
         "summed_layouts": summed_layouts(ttgir),
         "barriers": len(re.findall(r"\b(?:ttg\.barrier|gpu\.barrier)\b", ttgir)),
+        "switched": (summed := switched(ptx)),
+        "switched_sass": re.findall(r"LDGMC\S+", sass(compiled.asm["cubin"])) if summed else [],
         "local": ".local" in ptx,
         "contracted": len(re.findall(r"\bfma\.rn", ptx)),
         "approximate": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx)", ptx)),
@@ -292,4 +324,5 @@ def describe(variant: Variant, arch: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    json.dump([describe(variant, arch) for variant in VARIANTS for arch in ARCHS], sys.stdout)
+    rows = [describe(v, arch) for v in VARIANTS for arch in ARCHS if arch >= v.since]
+    json.dump(rows, sys.stdout)

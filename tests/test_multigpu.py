@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`NcclComm` over two or more CUDA devices, a rank on each: contract, parity, overlap, failures."""
+"""Two or more CUDA devices, a rank on each: contract, parity, overlap, failures of `NcclComm`.
+
+And `PeerMemory`: parity, its sum in rank order, and the one of NVLink's switches.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import comm_contract
 import device_cases as cases
+import peer_cases
 import pytest
 import torch
 from comm_contract import CommContract
@@ -92,3 +96,10 @@ def test_gathers_and_reductions_run_beside_computation(
 ) -> None:
     for step in steps:
         check(step)
+
+
+@pytest.mark.parametrize("switches", [False, True], ids=["in rank order", "in switches"])
+def test_peer_memory(switches: bool) -> None:
+    reasons = run_ranks(peer_cases.over_nvlink, ranks(), switches, fresh=True)
+    if reasons[0]:
+        pytest.skip(reasons[0])

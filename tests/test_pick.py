@@ -143,7 +143,7 @@ def _names(rank: int, world: int) -> list[tuple[str, str]]:
         shares = comm is None or comm == "shared_memory"
         assert environment()["comm"] == ("shared_memory" if shares else "process_group")
         model(torch.ones(2, 3)).sum().backward()
-    names = "'process_group', 'shared_memory', 'nccl'"
+    names = "'process_group', 'shared_memory', 'nccl', 'peer'"
     text = (
         rf"^fully_shard\(Net\): expected comm to be None, {names} or a Comm, got 'carrier pigeon'"
     )

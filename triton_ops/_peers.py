@@ -41,6 +41,21 @@ def check_reduce_adam(
     _check_alike(f"{where} publish", copies(shard, publish), shard.master, at_least=0)
 
 
+def check_multicast(where: str, address: int, out: Tensor) -> None:
+    """Raise ValueError unless switches can sum a shard of this dtype and length."""
+    if out.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{where} out: expected fp32, bf16 or fp16, which switches sum, got {out.dtype}. Sum "
+            "by the peers' pointers: `reduce`."
+        )
+    for what, number in (("address", address), ("out", out.data_ptr()), ("bytes", out.nbytes)):
+        if number % common.VECTOR_BYTES:
+            raise ValueError(
+                f"{where} {what}: expected a multiple of {common.VECTOR_BYTES}, got {number}. Sum "
+                "by the peers' pointers: `reduce`."
+            )
+
+
 def copies(shard: AdamShard, publish: Sequence[Tensor]) -> list[Tensor]:
     """List every tensor that takes the new parameters in the compute dtype."""
     return [*([] if shard.params is None else [shard.params]), *publish]

@@ -5,6 +5,9 @@ A program takes one chunk of the shard and reads it in every rank's gradient buc
 table of addresses. The sum is taken in registers and in rank order, so that it is the same bits on
 every run. The kernel neither waits nor signals: the caller knows that the ranks' gradients are
 complete.
+
+Where the ranks' memory also has a multicast address, the NVLink switches can do the sum (sm_90 and
+later): see `_multicast`. A choice at compile time.
 """
 # mypy: allow-untyped-decorators
 
@@ -20,6 +23,7 @@ from triton_ops import _common as common
 from triton_ops import _peers
 from triton_ops._cast import TL_DTYPES, narrow, widen
 from triton_ops._common import FragmentTable
+from triton_ops._multicast import sum_in_switches
 from triton_ops.norm import chunk_norm, norm, norm_block
 
 _VECTOR_BYTES = tl.constexpr(common.VECTOR_BYTES)
@@ -78,6 +82,19 @@ def _reduce(
 ) -> None:
     """Write the sum of the elements ``offsets``."""
     total = sum_ranks(peers, offsets, mask, DTYPE, WORLD, WIDE, ALIGNED)
+    _write(out, total, offsets, mask, WIDE, ACCUMULATE)
+
+
+@triton.jit
+def _write(
+    out: tl.tensor,
+    total: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    WIDE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+) -> None:
+    """Write a sum, or add it to what is there."""
     if ACCUMULATE:
         total = widen(tl.load(out + offsets, mask=mask, other=0.0), WIDE) + total
     tl.store(out + offsets, narrow(total, out.dtype.element_ty), mask=mask)
@@ -97,6 +114,7 @@ def reduce_kernel(
     ALIGNED: tl.constexpr,  # every address is a multiple of 16 bytes
     ALIGN: tl.constexpr,  # divides every start
     BLOCK: tl.constexpr,
+    MULTICAST: tl.constexpr = False,  # peers holds one address, at which switches sum; whole words
 ) -> None:
     """Sum one chunk over the ranks; leave its norm's partial sums where one is wanted."""
     pid = tl.program_id(0).to(tl.int64)
@@ -106,8 +124,12 @@ def reduce_kernel(
     # As in adam: the mask of the block stops at a multiple of ALIGN, or its accesses turn scalar.
     even = tl.multiple_of(start + (end - start) // ALIGN * ALIGN, ALIGN)
     offsets = start + tl.arange(0, BLOCK)
-    _reduce(peers, out, offsets, offsets < even, DTYPE, WORLD, WIDE, ACCUMULATE, ALIGNED)
-    if even < end:
+    if MULTICAST:
+        total = sum_in_switches(tl.load(peers), start, even, DTYPE, BLOCK)
+        _write(out, total, offsets, offsets < even, WIDE, ACCUMULATE)
+    else:
+        _reduce(peers, out, offsets, offsets < even, DTYPE, WORLD, WIDE, ACCUMULATE, ALIGNED)
+    if not MULTICAST and even < end:
         rest = even + tl.arange(0, ALIGN)
         _reduce(peers, out, rest, rest < end, DTYPE, WORLD, WIDE, ACCUMULATE, ALIGNED)
     if partials is not None:  # noqa: SIM102 - the outer one is decided at compile time
@@ -209,3 +231,42 @@ def reduce(
     if table is None:
         return None
     return norm(out, table) if fused is None else partials.sum(dim=0)
+
+
+def reduce_multicast(address: int, out: Tensor, *, accumulate: bool = False) -> None:
+    """Let switches sum every rank's gradients of one shard, in one launch.
+
+    The order of addition is the switches' own; each sum is rounded once to the dtype of ``out``.
+
+    Args:
+        address: The multicast address of this rank's part of the gradients, in the dtype of
+            ``out``; a multiple of 16.
+        out: Where the sum goes [shard_numel]: fp32, bf16 or fp16, a multiple of 16 bytes.
+        accumulate: Add to what ``out`` holds.
+    """
+    where, dtype = "triton reduce_multicast", out.dtype
+    common.check_flat(f"{where} out", out, out.numel(), out.device)
+    common.check_device(where, out)
+    _peers.check_multicast(where, address, out)
+    block = common.BLOCK_NUMEL
+    chunks, _ = _sum_chunks(None, out.numel(), block, out.device)
+    if len(chunks) == 0:
+        return
+    stream = _peers.current_stream(out.device)
+    with common.on_device(out):
+        reduce_kernel[(len(chunks),)](
+            _peers.address_table((address,), out.device, stream),
+            out,
+            chunks,
+            None,
+            0,
+            DTYPE=TL_DTYPES[dtype],
+            WORLD=1,
+            WIDE=tl.float32,
+            ACCUMULATE=accumulate,
+            ALIGNED=True,
+            ALIGN=common.VECTOR_BYTES // dtype.itemsize,
+            BLOCK=block,
+            MULTICAST=True,
+            **common.LAUNCH_OPTIONS,
+        )

@@ -65,32 +65,46 @@ def why_apart(known: Sequence[Identity]) -> str:
 
 
 class Meeting:
-    """A process group, for what must be known before any memory is shared."""
+    """A process group, for what must be known before any memory is shared.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    Args:
+        group: None is the default one.
+        where: Begins the text of every error.
+
+    Attributes:
+        group: The group itself.
+        rank: This rank in it.
+        world: Number of its ranks.
+        timeout_s: The time limit of its collectives on the CPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, where: str = "Arena") -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
-                "Arena: expected torch.distributed to be initialised, got no process group. Run "
+                f"{where}: expected torch.distributed to be initialised, got no process group. Run "
                 "under torchrun and call torch.distributed.init_process_group first."
             )
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
         if self.rank < 0:
             raise RuntimeError(
-                "Arena: expected this rank to be in the group, got a group without it. Only "
+                f"{where}: expected this rank to be in the group, got a group without it. Only "
                 "members may create it."
             )
-        self.timeout_s = _timeout_of(group if group is not None else dist.group.WORLD)
-        self._group = group
+        resolved = group if group is not None else dist.group.WORLD
+        assert resolved is not None  # is_initialized said so
+        self.timeout_s = _timeout_of(resolved)
+        self.group = resolved
+        self._where = where
 
     def share(self, value: _Shared) -> list[_Shared]:
         """Return every rank's value, in rank order (collective)."""
         values: list[Any] = [None] * self.world
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"Arena: expected all {self.world} ranks to meet, got on rank {self.rank}: "
+                f"{self._where}: expected all {self.world} ranks to meet, got on rank {self.rank}: "
                 f"{error}. Another rank died or fell out of step: read its error first."
             ) from error
         return values

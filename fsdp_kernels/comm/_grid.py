@@ -87,8 +87,10 @@ def connect(name: str, grid: Grid, device: torch.device) -> Comm:
         shard = pick.make(name, grid.row_group, device)
     everyone = sorted(r for row in grid.rows for r in row)
     column = grid.column(rank)
-    # Hosts share memory inside a row at most.
-    across = "process_group" if name == "shared_memory" else name
+    # Ranks reach each other's memory inside a row at most.
+    across = {"shared_memory": "process_group", "peer": pick.choose(device.type).name}.get(
+        name, name
+    )
     return HybridComm(
         shard,
         pick.make(across, _ours("column", column, _known(column, grid.column_group)), device),

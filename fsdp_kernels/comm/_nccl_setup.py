@@ -109,30 +109,40 @@ class TorchSide(Protocol):
         """Give the device back what torch's allocator keeps unused."""
 
 
+def current_cuda_device(where: str, device: torch.device | str | None) -> torch.device:
+    """Return the device with its index; `where` begins the error of one that is not there.
+
+    Raises:
+        ValueError: It is no CUDA device.
+        RuntimeError: There is none, or it is not the current one.
+    """
+    wanted = torch.device("cuda" if device is None else device)
+    if wanted.type != "cuda":
+        raise ValueError(
+            f"{where}: expected a CUDA device, got {wanted}. Move the model there before "
+            "sharding it, or use comm='process_group'."
+        )
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{where}: expected a CUDA device, got a torch that finds none. Use "
+            "comm='process_group', which serves CPU tensors."
+        )
+    current = torch.cuda.current_device()
+    if wanted.index not in (None, current):
+        # Elsewhere, every call would make a context on the current device and keep it.
+        raise RuntimeError(
+            f"{where}: expected {wanted} to be the current device, got cuda:{current}. Call "
+            f"torch.cuda.set_device({wanted.index}) first, one device for each rank."
+        )
+    return torch.device("cuda", current)
+
+
 class CudaSide:
     """The torch side of CUDA."""
 
     def resolve(self, device: torch.device | str | None) -> torch.device:
         """Return the device with its index."""
-        wanted = torch.device("cuda" if device is None else device)
-        if wanted.type != "cuda":
-            raise ValueError(
-                f"NcclComm: expected a CUDA device, got {wanted}. Move the model there before "
-                "sharding it, or use comm='process_group'."
-            )
-        if not torch.cuda.is_available():
-            raise RuntimeError(
-                "NcclComm: expected a CUDA device, got a torch that finds none. Use "
-                "comm='process_group', which serves CPU tensors."
-            )
-        current = torch.cuda.current_device()
-        if wanted.index not in (None, current):
-            # Elsewhere, every call would make a context on the current device and keep it.
-            raise RuntimeError(
-                f"NcclComm: expected {wanted} to be the current device, got cuda:{current}. Call "
-                f"torch.cuda.set_device({wanted.index}) first, one device for each rank."
-            )
-        return torch.device("cuda", current)
+        return current_cuda_device("NcclComm", device)
 
     def current_stream(self, device: torch.device) -> Callable[[], int]:
         """Return a function that tells the handle of torch's current stream."""

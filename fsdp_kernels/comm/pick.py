@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from types import ModuleType
 from typing import NamedTuple
@@ -12,12 +13,16 @@ import torch.distributed as dist
 
 from fsdp_kernels import _ext
 from fsdp_kernels.comm._arena_setup import Meeting
+from fsdp_kernels.comm._peer_setup import CudaSide, PeerUnavailable
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.comm.nccl import NcclComm
+from fsdp_kernels.comm.peer import PeerMemory
 from fsdp_kernels.comm.process_group import ProcessGroupComm
 from fsdp_kernels.comm.shared_memory import SharedMemoryComm
 
-NAMES = ("process_group", "shared_memory", "nccl")
+logger = logging.getLogger("fsdp_kernels")
+
+NAMES = ("process_group", "shared_memory", "nccl", "peer")
 
 _OLDEST_NCCL, _NEWEST_TESTED_NCCL = 22700, 23099
 
@@ -33,6 +38,11 @@ _nccl_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Ncc
 _shared_comms: weakref.WeakKeyDictionary[
     dist.ProcessGroup, weakref.ReferenceType[SharedMemoryComm]
 ] = weakref.WeakKeyDictionary()
+# So does the one over peers' memory. Ranks that do not reach each other are not asked again.
+_peer_comms: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ReferenceType[PeerMemory]] = (
+    weakref.WeakKeyDictionary()
+)
+_no_peers: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 class Choice(NamedTuple):
@@ -45,6 +55,8 @@ class Choice(NamedTuple):
 
 def choose(device_type: str, world: int = 2) -> Choice:
     """Return what `comm=None` means for tensors on a type of device. Loads libnccl for "cuda".
+
+    Never `PeerMemory`: it has not run on a GPU yet, and is for those who ask for it by name.
 
     Args:
         device_type: Such as "cuda".
@@ -105,6 +117,8 @@ def make(name: str, group: dist.ProcessGroup | None, device: torch.device) -> Co
         return ProcessGroupComm(group)
     if name == "shared_memory":
         return _shared_memory(group, device)
+    if name == "peer":
+        return _peer(group, device)
     known = group if group is not None else dist.group.WORLD
     of_group = _nccl_comms.get(known, {}) if known is not None else {}
     made = of_group.get(device)
@@ -119,6 +133,32 @@ def make(name: str, group: dist.ProcessGroup | None, device: torch.device) -> Co
         made = NcclComm(group, device=device)
         if known is not None:
             _nccl_comms.setdefault(known, {})[device] = made
+    return made
+
+
+def _peer(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
+    """Return `PeerMemory`; or, with one line of reason, what it would take gathers over."""
+    side = CudaSide()
+    side.resolve(device)  # first: what refuses this device should say which backend was asked for
+    base = make(choose(device.type).name, group, device)
+    known = group if group is not None else dist.group.WORLD
+    assert known is not None  # the other communicator would have refused
+    if known in _no_peers:
+        return base
+    if known in _peer_comms:
+        made = _peer_comms[known]()
+        # NOTE: as below, one rank may have dropped its last model later than another.
+        if all(Meeting(group, "PeerMemory").share(made is not None and made.is_usable)):
+            assert made is not None
+            return made
+    try:
+        made = PeerMemory(group, device=device, base=base, side=side)
+    except PeerUnavailable as error:  # the same on every rank
+        _no_peers.add(known)
+        if base.rank == 0:
+            logger.warning("comm='peer': %s takes its place: %s", base.name, error)
+        return base
+    _peer_comms[known] = weakref.ref(made)
     return made
 
 
