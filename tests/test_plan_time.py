@@ -10,7 +10,15 @@ import pytest
 
 from fsdp_kernels.plan.engine import Engine, Ran
 from fsdp_kernels.plan.network import Algorithm, Group, Link, Network, Phase, place
-from fsdp_kernels.plan.timing import Machine, Mesh, Timing, UnitWork, Workload, time_step
+from fsdp_kernels.plan.timing import (
+    Machine,
+    Mesh,
+    Timing,
+    UnitWork,
+    Workload,
+    calibrated,
+    time_step,
+)
 
 FAST = Link(math.inf, 0.0)
 INSIDE, BETWEEN = Link(300e9, 3e-6), Link(50e9, 14e-6)
@@ -76,13 +84,15 @@ def test_an_all_reduce_is_a_scatter_and_a_gather(algorithm: Algorithm, latencies
         (64, 2, (Group(2, 1), Group(4, 8))),
         (64, 1, (Group(1, 1), Group(8, 8))),
         (4, 4, (Group(4, 1), Group(1, 1))),
+        (12, 12, (Group(6, 2), Group(1, 1))),
+        (20, 20, (Group(5, 4), Group(1, 1))),
     ],
 )
 def test_where_the_ranks_of_a_mesh_are(world: int, shard: int, groups: tuple[Group, Group]) -> None:
     assert place(world, shard, 8) == groups
 
 
-@pytest.mark.parametrize(("world", "shard"), [(64, 48), (20, 20), (48, 3)])
+@pytest.mark.parametrize(("world", "shard"), [(64, 48), (13, 13), (48, 3)])
 def test_meshes_that_do_not_fit_nodes_are_refused(world: int, shard: int) -> None:
     with pytest.raises(ValueError, match=r"^mesh: expected .* divide"):
         place(world, shard, 8)
@@ -263,6 +273,14 @@ def test_sharding_inside_nodes_hides_what_one_ring_over_all_cannot() -> None:
     assert small.mfu > 0.45
     assert flat.mfu < 0.1
     assert hybrid.mfu > 2 * flat.mfu
+
+
+def test_a_measured_speed_is_what_one_device_then_has() -> None:
+    found = calibrated(machine(), WORK, 9000.0)
+    assert time_step(WORK, found, Mesh(1, 1)).tokens_per_s == pytest.approx(9000.0)
+    for speed in (0.0, -1.0, 1e6):
+        with pytest.raises(ValueError, match="--measured: expected above 0 and up to"):
+            calibrated(machine(), WORK, speed)
 
 
 @pytest.mark.parametrize("efficiency", [0.0, 1.5])

@@ -60,6 +60,7 @@ def test_what_changes_a_step_does(capsys: pytest.CaptureFixture[str]) -> None:
     plain = step_s("")
     assert step_s("--prefetch 0") > plain
     assert step_s("--efficiency 0.25") > 1.8 * plain
+    assert step_s("--measured 4000") > plain > step_s("--measured 16000")
     assert step_s("--network 1GB") > plain
     assert step_s("--device A100") > 2 * plain
     assert step_s("--checkpoint-activations") == pytest.approx(4 / 3 * plain, rel=0.1)
@@ -75,7 +76,7 @@ def test_what_changes_a_step_does(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_bytes_are_those_of_the_plan(
     recompute: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At their peaks; with checkpointing the plan adds what is never held at the same time."""
+    """At their peaks."""
     command = f"{MODEL} {TOKENS} --prefetch 2 --world 32 {recompute}"
     code, out, _ = plan(f"--json {command}", capsys)
     assert code == 0
@@ -90,11 +91,7 @@ def test_the_bytes_are_those_of_the_plan(
             peaks[event["name"]] = max(peaks.get(event["name"], 0), value)
     assert peaks["full_params"] == planned["gather_bytes"]
     assert peaks["full_grads"] == planned["reduce_bytes"]
-    if recompute:
-        assert 0.5 * planned["activation_bytes"] < peaks["activations"]
-        assert peaks["activations"] < planned["activation_bytes"]
-    else:
-        assert peaks["activations"] == planned["activation_bytes"]
+    assert peaks["activations"] == planned["activation_bytes"]
     labels = {event["name"] for event in events if event["ph"] == "X"}
     assert {"fk.gather[blocks.3/0]", "fk.backward[root]", "fk.step[blocks.31/0]"} <= labels
 
@@ -116,11 +113,12 @@ def test_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (f"--time {MODEL}", "--time: expected tokens to compute with, got none. Give --batch"),
         (f"--time {MODEL} {TOKENS} --efficiency 2", "--efficiency: expected a share above 0"),
+        (f"--time {MODEL} {TOKENS} --measured 1e6", "--measured: expected above 0 and up to"),
         (f"--time {MODEL} {TOKENS} --link-share 0", "--link-share: expected a share above 0"),
         (f"--time {MODEL} {TOKENS} --micro-batches 0", "--micro-batches: expected at least 1"),
         (f"--time {MODEL} {TOKENS} --strategy dp", "--time: expected a strategy with a process"),
         (f"--time {MODEL} {TOKENS} --offload optimizer", "--time: expected parameters and state"),
-        (f"--time {MODEL} {TOKENS} --world 20", "mesh: expected groups that fill nodes of 8"),
+        (f"--time {MODEL} {TOKENS} --world 13", "mesh: expected groups that share nodes of"),
         ("--time --params 7e9 --param-dtype fp8 --device A100 " + TOKENS, "--param-dtype: expec"),
         (f"{MODEL} --trace x.json", "--trace: expected --time, got a plan of memory"),
     ],

@@ -11,7 +11,6 @@ needs log2 of the nodes instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import Literal
@@ -137,16 +136,14 @@ def place(world: int, shard: int, node_ranks: int) -> tuple[Group, Group]:
 
 
 def _spread(ranks: int, stride: int, node_ranks: int) -> Group:
-    """Return the group of every `stride`-th rank."""
-    in_node = max(1, min(ranks, node_ranks // stride))
-    if ranks % in_node or (ranks > in_node and node_ranks % stride and stride % node_ranks):
+    """Return the group of every `stride`-th rank, in as few nodes as share it evenly."""
+    in_node = max(1, node_ranks // stride)
+    fewest = -(-ranks // in_node)
+    even = (nodes for nodes in range(fewest, 2 * fewest + 1) if ranks % nodes == 0)
+    nodes = next(even, 0) if stride == 1 else fewest * (ranks % fewest == 0)
+    if not nodes or (ranks > in_node and node_ranks % stride and stride % node_ranks):
         raise ValueError(
-            f"mesh: expected groups that fill nodes of {node_ranks} ranks evenly, got every "
+            f"mesh: expected groups that share nodes of up to {node_ranks} ranks evenly, got every "
             f"{stride}-th of {ranks * stride}. Choose sizes that divide one another."
         )
-    return Group(in_node, ranks // in_node)
-
-
-def seconds(phases: Sequence[Phase]) -> float:
-    """Return the time of phases one after another, when nothing else uses the links."""
-    return sum(phase.latency_s + phase.transfer_s for phase in phases)
+    return Group(ranks // nodes, nodes)

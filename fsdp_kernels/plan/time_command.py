@@ -20,6 +20,7 @@ from fsdp_kernels.plan.sizes import parse_bytes, show_bytes
 from fsdp_kernels.plan.timing import (
     Machine,
     Timing,
+    calibrated,
     mesh_of,
     time_step,
     totals,
@@ -36,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("time of a step")
     add = group.add_argument
     add("--time", action="store_true", help="simulate a step instead of counting bytes")
-    add("--efficiency", type=float, default=0.5, help="share of the peak that a GPU computes at")
+    speed = group.add_mutually_exclusive_group()
+    help_ = "share of the peak that a GPU computes at (0.5)"
+    speed.add_argument("--efficiency", type=float, default=0.5, help=help_)
+    help_ = "tokens/s of one GPU alone with this model and batch, instead of --efficiency"
+    speed.add_argument("--measured", type=float, help=help_)
     add("--micro-batches", type=int, default=1, help="forwards and backwards of a step (1)")
     add("--host-gpus", type=int, default=devices.GPUS_PER_HOST, help="GPUs of a host (8)")
     add("--nvlink", type=parse_bytes, help="bytes/s of a GPU inside its host, one direction")
@@ -55,13 +60,10 @@ def run(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
         ValueError: Something that cannot be, with what to change.
     """
     machine = machine_of(args)
-    found = [
-        [
-            time_step(workload_of(job, args.micro_batches), machine, mesh_of(job, w))
-            for w in args.world
-        ]
-        for job in jobs
-    ]
+    workload = workload_of(jobs[0], args.micro_batches)  # the same for every strategy
+    if args.measured is not None:
+        machine = calibrated(machine, workload, args.measured)
+    found = [[time_step(workload, machine, mesh_of(job, w)) for w in args.world] for job in jobs]
     _write(args, found[-1][-1])
     if args.plot:
         by_strategy = {job.strategy: timings for job, timings in zip(jobs, found, strict=True)}

@@ -11,7 +11,7 @@ everything. Packing and stepping are bound by memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from fsdp_kernels.plan.job import Job, PlannedUnit
@@ -216,6 +216,30 @@ def time_step(workload: Workload, machine: Machine, mesh: Mesh) -> Timing:
         micro_batches=workload.micro_batches,
     )
     return Timing(workload, machine, mesh, step)
+
+
+def calibrated(machine: Machine, workload: Workload, tokens_per_s: float) -> Machine:
+    """Return the machine with the efficiency that one device alone was measured to have.
+
+    Args:
+        machine: Its own efficiency does not count.
+        workload: What was measured.
+        tokens_per_s: Of one device that waits for no other, packing and stepping included.
+
+    Raises:
+        ValueError: No efficiency up to 1 is as fast, or it is no speed.
+    """
+    perfect = replace(machine, efficiency=1.0)
+    flops_s = workload.all_flops() / machine.peak_flops
+    other_s = time_step(workload, perfect, Mesh(1, 1)).step.seconds - flops_s
+    tokens = workload.tokens * workload.micro_batches
+    most = tokens / (flops_s + other_s)
+    if not 0 < tokens_per_s <= most:
+        raise ValueError(
+            f"--measured: expected above 0 and up to {most:,.0f} tokens/s, which the device's peak "
+            f"allows, got {tokens_per_s:,.0f}. Measure one GPU with this model, batch and dtype."
+        )
+    return replace(machine, efficiency=flops_s / (tokens / tokens_per_s - other_s))
 
 
 def _pieces(workload: Workload, machine: Machine) -> list[PieceCost]:
