@@ -94,9 +94,13 @@ class Reductions:
             # What is kept is not sent: a rank that gathers what others kept is out of step.
             self._note(2 * unit.position + unit.has_kept())
         if in_backward:
-            while self._queue and self._queue[0].deadline <= self.clock:
-                self._issue(self._queue.popleft())
+            self._issue_due()
             self.clock += 1
+
+    def _issue_due(self) -> None:
+        """Issue what all ranks issue before the next gather, complete here or not."""
+        while self._queue and self._queue[0].deadline <= self.clock:
+            self._issue(self._queue.popleft())
 
     def _note(self, number: int) -> None:
         self._sequence = (self._sequence * 31 + number + 1) % _HASH
@@ -104,6 +108,7 @@ class Reductions:
     def left(self, unit: Unit) -> None:
         """Note that backward has left a unit for another."""
         if unit.deadline < 0 and not unit.issued and unit in self._to_reduce():
+            self._issue_due()  # first, on all ranks: where it is complete, it may be issued already
             self._issue(unit)
 
     def arrived(self, unit: Unit) -> None:

@@ -13,6 +13,7 @@ from harness import run_ranks
 from models import (
     Net,
     Scenario,
+    Sided,
     Turn,
     adamw,
     assert_close,
@@ -28,6 +29,7 @@ from models import (
     turns,
     varied,
 )
+from pairs import Pair
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -288,3 +290,46 @@ def edit_after_forward(rank: int, world: int) -> None:
 
 def test_an_edit_after_a_forward_without_backward() -> None:
     run_ranks(edit_after_forward, 2)
+
+
+class Growing(nn.Module):
+    """Uses a weight of the root's own after its blocks, and before them too while it is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sided(7) for _ in range(3))
+        self.blocks[:2].requires_grad_(False)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 7))
+        self.depth = 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.depth == 2:
+            x = x * self.weight
+        for block in self.blocks[: self.depth]:
+            x = block(x)
+        return x * self.weight
+
+
+def grown(rank: int, world: int) -> None:
+    """A unit that is new to backward is left while the root is due, on one rank complete already.
+
+    With blocks 0 and 1, the root's gradient comes after one gather. With block 2 it comes before,
+    so it is issued as soon as that gather is: on rank 0 by the arrival of all that block 2 has.
+    """
+
+    def play(model: nn.Module, turn: Turn) -> None:
+        for block in model.blocks:
+            block.use = turn.rank == 0
+        turn.backward(model(turn.rand(4, 7).requires_grad_()).square().mean())
+
+    pair = Pair(rank, world, Growing)
+    for step in range(5):
+        for model in pair.both:
+            model.depth = 2 if step < 2 else 3
+        pair.play(step, play)
+        pair.check_grads(f"step {step}")
+        pair.zero_grad()
+
+
+def test_a_unit_that_is_new_in_a_backward_where_another_is_due() -> None:
+    run_ranks(grown, 2, timeout=20)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded stress: long random sequences of legal actions, compared with the unsharded model."""
+"""Seeded stress: random sequences of legal actions, compared with the unsharded model.
+
+Long ones over one backend with real layers, to rounding; and a thousand short ones over all
+backends, strategies and worlds, bit for bit (`exact_schedules.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_schedules import play
 from harness import run_ranks
 from models import (
     Block,
@@ -26,7 +31,7 @@ from models import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_kernels import fully_shard
+from fsdp_kernels import _ext, fully_shard
 
 ACTIONS = 40
 
@@ -175,3 +180,13 @@ def stress(rank: int, world: int, seeds: range) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_random_sequences(world: int) -> None:
     run_ranks(stress, world, range(6 * world, 6 * world + 6))
+
+
+@pytest.mark.skipif(_ext.cpu() is None, reason="the C++ kernels are not built")
+@pytest.mark.parametrize(
+    ("world", "rows", "schedules"), [(1, 1, 200), (2, 1, 550), (3, 1, 200), (4, 2, 50)]
+)
+def test_a_thousand_schedules_have_the_bits_of_the_oracle(
+    world: int, rows: int, schedules: int
+) -> None:
+    run_ranks(play, world, rows, range(schedules), timeout=240)
