@@ -265,6 +265,7 @@ class Runtime:
         """Gather and wait, for `unshard()`."""
         self.recover()
         if self._depth == 0 and not self.backward.under_way:
+            self.gathers.free_kept()
             self.gathers.renew()
         self.gathers.ensure_full(unit)
 

@@ -466,7 +466,13 @@ class Session:
         self.oracle.changed()
 
     def alone(self, name: str) -> None:
-        """Edit on one rank only, or on the ranks that hold the same shard."""
+        """Edit on one rank only, or on the ranks that hold the same shard.
+
+        Not while a unit is full by hand: only that rank would know that it is stale.
+        """
+        for unit in self.sharded.units:
+            if not unit.is_hidden():
+                unit.module.reshard()
         shard = self.draw.randrange(self.comm.world)
         p = self.params[name]
         if self.comm.rank == shard:

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_kernels import ShardedAdamW
 
 
-def owner_only(rank: int, world: int) -> None:
+def owner_only(rank: int, world: int, unshards: bool = False) -> None:
     """Forwards whose loss is dropped keep the root full; then one rank edits its own fragment.
 
     Every rank must gather the root again, or the gathers are paired with other units'.
@@ -27,6 +27,9 @@ def owner_only(rank: int, world: int) -> None:
             if rank == step:
                 weight.to_local().mul_(2.0)
             pair.plain.inp.weight.copy_(full(weight))
+        if unshards:
+            pair.sharded.unshard()
+            pair.sharded.blocks[0].unshard()
         pair.play(step)
         pair.check_grads(f"step {step}")
         assert_close(pair.sharded(x), pair.plain(x), f"step {step}: output")
@@ -35,6 +38,7 @@ def owner_only(rank: int, world: int) -> None:
 
 def test_an_edit_on_one_rank_after_forwards_without_backward() -> None:
     run_ranks(owner_only, 2, timeout=20)
+    run_ranks(owner_only, 2, True, timeout=20)
 
 
 def two_over_the_same(rank: int, world: int) -> None:
