@@ -17,15 +17,8 @@ from fsdp_kernels.plan import devices, time_plot
 from fsdp_kernels.plan.job import Job
 from fsdp_kernels.plan.network import Link, Network
 from fsdp_kernels.plan.sizes import parse_bytes, show_bytes
-from fsdp_kernels.plan.timing import (
-    Machine,
-    Timing,
-    calibrated,
-    mesh_of,
-    time_step,
-    totals,
-    workload_of,
-)
+from fsdp_kernels.plan.timed_job import mesh_of, workload_of
+from fsdp_kernels.plan.timing import Machine, Timing, calibrated, time_step, totals
 from fsdp_kernels.trace_picture import draw
 
 LINK_SHARE = 0.8
