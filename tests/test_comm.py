@@ -8,6 +8,7 @@ import importlib
 import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,6 +189,30 @@ def _holds_nothing(rank: int, world: int) -> None:
 
 def test_what_was_waited_for_is_held_by_nobody() -> None:
     run_ranks(_holds_nothing, 2)
+
+
+def _ends_with_its_group(rank: int, world: int) -> None:
+    comm = ProcessGroupComm()
+    comm.prepare_reductions()
+    with torch.inference_mode():
+        comm.all_reduce(torch.ones(1), label="fk.norm[a/0]").wait()
+    full, shard = torch.zeros(world * 4), torch.ones(4)
+    comm.all_gather(full, shard, label="fk.gather[a/0]").wait()
+    comm.reduce_scatter(shard, full, label="fk.reduce[a/0]").wait()
+    groups = [comm._group_of, comm._reduce_group_of]
+    assert None not in [group() for group in groups]
+    dist.barrier()
+    dist.destroy_process_group()
+    assert [group() for group in groups] == [None, None]
+    threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "gloo" in name], "its threads live on"
+    with pytest.raises(RuntimeError, match="whose process group was destroyed"):
+        comm.all_reduce(shard, label="fk.norm[a/0]")
+
+
+def test_gloo_threads_end_when_the_group_is_destroyed() -> None:
+    """One that lets a tensor go while Python is ending kills the process."""
+    run_ranks(_ends_with_its_group, 2)
 
 
 def test_torch_before_2_13_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

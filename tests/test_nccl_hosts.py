@@ -31,8 +31,8 @@ def _uneven(rank: int, world: int) -> list[float]:
         shard = torch.zeros(2)
         other.reduce_scatter(shard, torch.ones(2 * world), label="fk.reduce[a/0]").wait()
         assert shard.tolist() == [world, world]
-        assert dist.get_process_group_ranks(other._reduce_group) == [*range(world)]
-    limit = _groups.timeout_of(plain._reduce_group, "cpu")
+        assert dist.get_process_group_ranks(other._reduce_group_of()) == [*range(world)]
+    limit = _groups.timeout_of(plain._reduce_group_of(), "cpu")
     assert limit == _groups.timeout_of(dist.group.WORLD, "cpu")
     assert len(dist.distributed_c10d._world.pg_names) == len(before) + 2
     return agreed.tolist()

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any
@@ -78,8 +80,10 @@ class ProcessGroupComm:
             )
         resolved = group if group is not None else dist.group.WORLD
         assert resolved is not None  # is_initialized said so
-        self._group: dist.ProcessGroup | None = resolved
-        self._reduce_group: dist.ProcessGroup | None = None
+        # NOTE: weak. Gloo's threads end with the group, and must not outlive the destruction of the
+        # group because a model does: one that lets a tensor go while Python ends kills the process.
+        self._group_of = _weakly(resolved)
+        self._reduce_group_of = _weakly(None)
         self.symmetric = False
         self._gloo_on_cpu = _backend_of(resolved, "cpu") == "gloo"
         self._joins_hosts = _backend_of(resolved, "cpu") != ""
@@ -88,8 +92,8 @@ class ProcessGroupComm:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group itself; see `Comm`."""
-        return self._group
+        """The group itself, as long as it was not destroyed; see `Comm`."""
+        return self._group_of()
 
     @property
     def everyone(self) -> Comm:
@@ -122,13 +126,14 @@ class ProcessGroupComm:
 
     def prepare_reductions(self, largest_bytes: int = 0) -> None:
         """Make the group that reduce-scatters run on from now on (collective); see `Comm`."""
-        if self._group is not None and self._reduce_group is None and self.world > 1:
-            self._reduce_group = twin(self._group)
+        group = self._group_of()
+        if group is not None and self._reduce_group_of() is None and self.world > 1:
+            self._reduce_group_of = _weakly(twin(group))
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
         """Fill `full` with every rank's `shard`, in rank order; see `Comm`."""
         check_shards(full, shard, self.world, label)
-        group = self._group or self._refuse_closed(label)
+        group = self._open_group(label)
         full = full.data  # an alias with a version counter of its own: gloo and copy_ would bump it
         if self._is_local(full):
             if full.data_ptr() != shard.data_ptr():
@@ -136,9 +141,8 @@ class ProcessGroupComm:
             return DoneTicket(label)
         if full.dtype not in _MOVABLE:
             full, shard = full.view(torch.uint8), shard.view(torch.uint8)
-        lent = _lend if self._gloo_on_cpu and full.is_cpu else _as_it_is
         try:
-            work = _all_gather(lent(full), lent(shard), group=group, async_op=True)
+            work = _all_gather(self._lent(full), self._lent(shard), group=group, async_op=True)
         except RuntimeError as error:
             raise collective_error("all_gather", label, self, error) from error
         return _WorkTicket(label, "all_gather", self, work, (full, shard))
@@ -147,8 +151,8 @@ class ProcessGroupComm:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
         check_shards(full, shard, self.world, label)
         check_reducible(full, "sum", label)
-        group = self._group or self._refuse_closed(label)
-        group = self._reduce_group or group
+        group = self._open_group(label)
+        group = self._reduce_group_of() or group
         if self._is_local(full):
             if full.data_ptr() != shard.data_ptr():
                 shard.copy_(full)
@@ -169,12 +173,12 @@ class ProcessGroupComm:
         check_op(op, label)
         check_contiguous(tensor, label)
         check_reducible(tensor, op, label)
-        group = self._group or self._refuse_closed(label)
+        group = self._open_group(label)
         if self._is_local(tensor):
             return DoneTicket(label)
         tensor = _as_real(tensor)
         try:
-            work = dist.all_reduce(tensor, op=_OPS[op], group=group, async_op=True)
+            work = dist.all_reduce(self._lent(tensor), op=_OPS[op], group=group, async_op=True)
         except RuntimeError as error:
             raise collective_error("all_reduce", label, self, error) from error
         return _WorkTicket(label, "all_reduce", self, work, (tensor,))
@@ -183,20 +187,20 @@ class ProcessGroupComm:
         """Replace `tensor` by that of rank `src` of the group; see `Comm`."""
         check_src(src, self.world, label)
         check_contiguous(tensor, label)
-        group = self._group or self._refuse_closed(label)
+        group = self._open_group(label)
         if self._is_local(tensor):
             return DoneTicket(label)
         if tensor.dtype not in _MOVABLE:
             tensor = tensor.detach().reshape(-1).view(torch.uint8)
         try:
-            work = dist.broadcast(tensor, group=group, group_src=src, async_op=True)
+            work = dist.broadcast(self._lent(tensor), group=group, group_src=src, async_op=True)
         except RuntimeError as error:
             raise collective_error("broadcast", label, self, error) from error
         return _WorkTicket(label, "broadcast", self, work, (tensor,))
 
     def agree(self, words: torch.Tensor, *, label: str) -> torch.Tensor:
         """Return the maximum over the ranks of words that the host holds; see `Comm`."""
-        group = self._group or self._refuse_closed(label)
+        group = self._open_group(label)
         on_device = not self._joins_hosts and _backend_of(group, "cuda") != ""
         moved = words.to(self._device) if on_device else words.clone()
         self.all_reduce(moved, "max", label=label).wait()
@@ -204,7 +208,7 @@ class ProcessGroupComm:
 
     def barrier(self, label: str) -> None:
         """Return once every rank has called this."""
-        group = self._group or self._refuse_closed(label)
+        group = self._open_group(label)
         try:
             dist.barrier(group=group)
         except RuntimeError as error:
@@ -212,19 +216,29 @@ class ProcessGroupComm:
 
     def close(self) -> None:
         """Let the group go, without destroying it: it belongs to whoever made it."""
-        self._group = self._reduce_group = None
+        self._group_of = self._reduce_group_of = _weakly(None)
         self._scratch = _Scratch()
+
+    def _lent(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _lend(tensor) if self._gloo_on_cpu and tensor.is_cpu else tensor
 
     def _is_local(self, tensor: torch.Tensor) -> bool:
         # Nothing to move: a group of one on CPU, or an empty bucket (the same on all ranks). A
         # group of one on a device still goes through the backend, which orders the streams.
         return tensor.numel() == 0 or (self.world == 1 and tensor.is_cpu)
 
-    def _refuse_closed(self, label: str) -> dist.ProcessGroup:
-        raise RuntimeError(
-            f"{label}: expected an open communicator, got one that was closed. "
-            "Create a new ProcessGroupComm."
-        )
+    def _open_group(self, label: str) -> dist.ProcessGroup:
+        group = self._group_of()
+        if group is None:
+            raise RuntimeError(
+                f"{label}: expected an open communicator, got one that was closed, or whose "
+                "process group was destroyed. Create a new ProcessGroupComm."
+            )
+        return group
+
+
+def _weakly(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup | None]:
+    return (lambda: None) if group is None else weakref.ref(group)
 
 
 # What a backend's threads may be reading or writing: it lives until a wait has returned, and to the
@@ -248,11 +262,8 @@ def _lend(tensor: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=4096)
 def _lent(pointer: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     storage = _storage_over(pointer, torch.device("cpu"), nbytes)
-    return torch.empty(0, dtype=dtype).set_(storage)
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    with torch.inference_mode(False):  # a kept tensor must serve outside it too
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage)
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
