@@ -110,6 +110,12 @@ def sum_in_rank_order(rank: int, world: int, device: str) -> None:
     comm.close()
 
 
+def sums_and_contract(rank: int, world: int, device: str) -> None:
+    """Both in one set of processes, which on a device take seconds to start."""
+    sum_in_rank_order(rank, world, device)
+    run_contract(rank, world, device)
+
+
 def train(rank: int, world: int, device: str) -> None:
     """Compare with the unsharded model at every step."""
     comm = make(device)

@@ -97,13 +97,8 @@ def device() -> str:
 
 
 @pytest.mark.gpu
-def test_contract(device: str) -> None:
-    run_ranks(peer_cases.run_contract, 2, device, fresh=True, timeout=40)
-
-
-@pytest.mark.gpu
-def test_sums_are_in_rank_order(device: str) -> None:
-    run_ranks(peer_cases.sum_in_rank_order, 2, device, fresh=True, timeout=30)
+def test_sums_in_rank_order_and_the_contract(device: str) -> None:
+    run_ranks(peer_cases.sums_and_contract, 2, device, fresh=True, timeout=40)
 
 
 @pytest.mark.gpu
@@ -123,8 +118,7 @@ def test_a_missing_rank_is_an_error_with_a_label(device: str) -> None:
 
 
 def test_the_bodies_run_on_mapped_memory() -> None:
-    run_ranks(peer_cases.run_contract, 2, "cpu")
-    run_ranks(peer_cases.sum_in_rank_order, 3, "cpu")
+    run_ranks(peer_cases.sums_and_contract, 2, "cpu")
     told, nothing = run_ranks(peer_cases.misses_a_reduction, 2, "cpu")
     assert nothing == []
     assert [text.split(":")[0] for text in told] == ["fk.reduce[second/0]", "fk.reduce[third/0]"]

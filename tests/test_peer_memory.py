@@ -21,6 +21,7 @@ from models import Block, Net, build, check, varied
 from peer_side import MappedRegion, MappedSide
 from peer_sim import Devices, Owner, Side, Stream
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_kernels import ProcessGroupComm, _nvml, environment, fully_shard
 from fsdp_kernels.comm import Comm, _peer_setup, pick
@@ -68,13 +69,13 @@ def test_sums_are_in_rank_order_on_every_rank() -> None:
     run_ranks(sum_in_rank_order, 3)
 
 
-def trains(rank: int, world: int) -> None:
+def trains(rank: int, world: int, names: list[str]) -> None:
     """Compare with the unsharded model at every step; gradients never pass the other backend."""
     comm = peer_side.make()
     seen: list[str] = []
     inner = comm._base.reduce_scatter
     comm._base.reduce_scatter = lambda *a, label: seen.append(label) or inner(*a, label=label)  # type: ignore
-    for name in ("float64", "float32", "no_sync"):
+    for name in names:
         shard = partial(fully_shard, units=Block, comm=comm)
         check(rank, world, varied(SCENARIOS[name], shard=shard))
     assert comm.grads_nbytes > 0
@@ -82,9 +83,23 @@ def trains(rank: int, world: int) -> None:
     comm.close()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_equals_the_plain_model(world: int) -> None:
-    run_ranks(trains, world)
+@pytest.mark.parametrize(("world", "names"), [(2, ["float64", "no_sync"]), (3, ["float32"])])
+def test_training_equals_the_plain_model(world: int, names: list[str]) -> None:
+    run_ranks(trains, world, names)
+
+
+def trains_replicas(rank: int, world: int) -> None:
+    """Peers inside a shard group; what `comm=None` means across the groups."""
+    pick.CudaSide = MappedSide  # type: ignore[assignment,misc]
+    pick.choose = lambda kind, world=2: pick.Choice("process_group", "for a test")  # type: ignore[assignment]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    shard = partial(fully_shard, units=Block, comm="peer", mesh=mesh)
+    check(rank, world, varied(SCENARIOS["float64"], shard=shard, steps=2))
+    assert environment()["comm"] == "peer+process_group"
+
+
+def test_peers_inside_a_shard_group() -> None:
+    run_ranks(trains_replicas, 4)
 
 
 # -- what stands in the way -----------------------------------------------------------------------
