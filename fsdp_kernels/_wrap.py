@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_kernels._unit_plan import Entry, Plan
 from fsdp_kernels.bucket import Bucket, Dtypes, Resources
 from fsdp_kernels.comm import pick
-from fsdp_kernels.comm._arena_setup import ArenaUnavailable
+from fsdp_kernels.comm._arena_setup import ArenaUnavailable, Meeting
 from fsdp_kernels.comm._grid import Grid, connect
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.comm.hybrid import HybridComm
@@ -76,15 +76,23 @@ def pick_comm(
         choice = pick.choose(plan.device.type, len(grid.rows[0]))
     else:
         choice = pick.Choice(comm, "as asked for")
+    refusal = ""
     try:
         made = connect(choice.name, grid, plan.device)
         inside = made.shard if isinstance(made, HybridComm) else made
         if isinstance(inside, SharedMemoryComm):
             inside.reserve(*_shared_bytes(plan, policy, inside.world))
     except ArenaUnavailable as error:  # the same on every rank that would share
+        refusal = str(error)
+        made = connect("process_group", grid, plan.device)
+    if choice.name == "shared_memory" and made.everyone is not made and made.world > 1:
+        # Rows that keep different things would fall out of step.
+        refusals = Meeting(made.everyone.process_group).share(refusal)
+        refusal = next(filter(None, refusals), "")
+    if refusal:
         if comm is not None:
-            raise
-        choice = pick.Choice("process_group", f"no shared memory: {error}", lacking=True)
+            raise ArenaUnavailable(refusal)
+        choice = pick.Choice("process_group", f"no shared memory: {refusal}", lacking=True)
         made = connect(choice.name, grid, plan.device)
     if made.everyone.rank == 0:
         name = made.name if strategy is ZERO3 else f"{strategy.name} with {made.name}"

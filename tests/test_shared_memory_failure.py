@@ -18,7 +18,7 @@ from harness import run_ranks, run_ranks_outcomes
 from models import Block, Net, Scenario, Turn, build, check, mse
 
 from fsdp_kernels import ShardedAdamW, _ext, fully_shard
-from fsdp_kernels.comm import _arena
+from fsdp_kernels.comm import SharedMemoryComm, _arena
 
 pytestmark = pytest.mark.skipif(_ext.cpu() is None, reason="the C++ kernels are not built")
 
@@ -131,3 +131,46 @@ def skip_a_unit(rank: int, world: int) -> str:
 def test_a_rank_that_skips_a_unit_is_an_error_that_says_who_waits_in_what() -> None:
     texts = run_ranks(skip_a_unit, 2)
     assert all("every rank waits for another one: rank 0 in all_gather of fk" in t for t in texts)
+
+
+def stops_calling(rank: int, world: int) -> str:
+    """Rank 1 lives on, in its own code, after one step."""
+    comm = SharedMemoryComm(timeout_s=1.0)
+    model: Any = fully_shard(build(Net), units=Block, comm=comm)
+    optimizer = ShardedAdamW(model.parameters(), lr=1e-3)
+    mse(model, Turn(rank, world, 0, torch.float32))
+    optimizer.step()
+    if rank == 1:
+        while comm.is_usable:
+            threading.Event().wait(0.001)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        mse(model, Turn(rank, world, 1, torch.float32))
+    return str(caught.value)
+
+
+def test_a_rank_that_lives_but_stops_calling_is_named_at_the_time_limit() -> None:
+    message = run_ranks(stops_calling, 2)[0]
+    assert message.startswith("fk.gather["), message
+    assert "expected all_gather to complete on all 2 ranks" in message
+    assert "no word from rank 1" in message
+    assert "(time limit 1 s): it is at number" in message
+    assert "and computes" in message
+
+
+def returns_early(rank: int, world: int) -> str:
+    """Rank 1 returns from its program in an orderly way while others still train."""
+    model = shared(build(Net))
+    mse(model, Turn(rank, world, 0, torch.float32))
+    if rank == 1:
+        torch.distributed.destroy_process_group()
+        os._exit(0)
+    with pytest.raises(RuntimeError) as caught:
+        mse(model, Turn(rank, world, 1, torch.float32))
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_after_destroying_its_group_is_told_at_once() -> None:
+    message = run_ranks_outcomes(returns_early, 2)[0].value  # the time limit is the harness's
+    assert "rank 1 (process " in message
+    assert ") has ended" in message

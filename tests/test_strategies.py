@@ -116,9 +116,10 @@ def numbers(rank: int, world: int, strategy: str, rows: int) -> None:
 def shared(rank: int, world: int) -> None:
     """Over shared memory: inside a row at most, with a process group between the rows."""
     twice = Scenario(play=partial(accumulate, (False, False)), steps=2)
-    for strategy, rows in (("zero3", 2), ("zero2", 1), ("zero1", 2), ("replicate", 1)):
-        choose(strategy, rows, "shared_memory")
-        check_all(rank, world, twice, varied(twice, dtype=torch.float32, fed=True, play=mse))
+    for strategy in STRATEGIES:
+        for rows in (1, 2):
+            choose(strategy, rows, "shared_memory")
+            check_all(rank, world, twice, varied(twice, dtype=torch.float32, fed=True, play=mse))
 
 
 def bottom_up(model: nn.Module) -> nn.Module:
