@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -246,6 +247,21 @@ def alone(rank: int, world: int) -> None:
 
 def test_one_rank_needs_no_peers() -> None:
     run_ranks(alone, 1)
+
+
+def outlives_its_group(rank: int, world: int) -> None:
+    comm = peer_side.make(1 << 10)
+    assert comm.process_group is torch.distributed.group.WORLD
+    comm.barrier("fk.x")
+    torch.distributed.destroy_process_group()
+    gc.collect()
+    assert comm.process_group is None, "it keeps the group and its threads alive"
+    with pytest.raises(RuntimeError, match=r"^fk\.reduce: .* whose process group was destroyed"):
+        comm.prepare_reductions(1 << 12)
+
+
+def test_a_destroyed_group_is_let_go() -> None:
+    run_ranks(outlives_its_group, 2)
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built for CUDA")

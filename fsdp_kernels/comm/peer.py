@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -95,7 +96,8 @@ class PeerMemory:
         side: Side | None = None,
     ) -> None:
         self._side = side = side or CudaSide()
-        self._meeting = meeting = Meeting(group, "PeerMemory")
+        meeting = Meeting(group, "PeerMemory")
+        self._group_of = weakref.ref(meeting.group)  # weak, as in `ProcessGroupComm`
         self.device = side.resolve(device)
         self.rank, self.world = meeting.rank, meeting.world
         self.timeout_s = timeout_s or timeout_of(meeting.group, self.device.type, "cpu")
@@ -131,8 +133,8 @@ class PeerMemory:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group that it was made over; see `Comm`."""
-        return None if self._closed else self._meeting.group
+        """The group that it was made over, as long as it was not destroyed; see `Comm`."""
+        return None if self._closed else self._group_of()
 
     def streams(self, device: torch.device) -> Streams:
         """Return those of the gathers; a reduction orders its own stream by itself; see `Comm`."""
@@ -161,8 +163,9 @@ class PeerMemory:
             return
         self._asked_grads = largest_bytes
         nbytes, side = slot_nbytes(largest_bytes), self._side
+        meeting = Meeting(self._open_group(), "PeerMemory")
         try:
-            region = connect(side, SLOTS * nbytes, self.device, self._meeting)
+            region = connect(side, SLOTS * nbytes, self.device, meeting)
         except PeerUnavailable as error:
             self._say(f"gradients take {self._base.name}: {error}")
             return
@@ -247,6 +250,15 @@ class PeerMemory:
                 f"{label}: expected an open communicator, got one that was closed. "
                 "Create a new PeerMemory."
             )
+
+    def _open_group(self) -> dist.ProcessGroup:
+        group = self._group_of()
+        if group is None:
+            raise RuntimeError(
+                "fk.reduce: expected an open communicator, got one whose process group was "
+                "destroyed. Create a new PeerMemory."
+            )
+        return group
 
     def _check_healthy(self, label: str) -> None:
         if self.failure is not None:
