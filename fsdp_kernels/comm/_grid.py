@@ -88,9 +88,11 @@ def connect(name: str, grid: Grid, device: torch.device) -> Comm:
     everyone = sorted(r for row in grid.rows for r in row)
     column = grid.column(rank)
     # Ranks reach each other's memory inside a row at most.
-    across = {"shared_memory": "process_group", "peer": pick.choose(device.type).name}.get(
-        name, name
-    )
+    across = name
+    if name == "shared_memory":
+        across = "process_group"
+    elif name == "peer":
+        across = pick.choose(device.type).name
     return HybridComm(
         shard,
         pick.make(across, _ours("column", column, _known(column, grid.column_group)), device),
