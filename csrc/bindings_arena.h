@@ -79,7 +79,8 @@ inline void bind_segment(py::module_& m) {
   py::register_exception<NoSpace>(m, "NoSpace", PyExc_RuntimeError);
   py::class_<Mapping, std::shared_ptr<Mapping>>(m, "Mapping", py::buffer_protocol())
       .def_buffer([](Mapping& self) { return bytes_of(self.data(), self.nbytes()); })
-      .def("revert", &Mapping::revert);
+      .def("revert", &Mapping::revert)
+      .def("is_written", &Mapping::is_written);
   using py::call_guard, py::gil_scoped_release;
   py::class_<Segment, std::shared_ptr<Segment>>(m, "Segment", py::buffer_protocol())
       .def_static("create", &Segment::create, call_guard<gil_scoped_release>())

@@ -8,7 +8,10 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <system_error>
@@ -88,6 +91,31 @@ Mapping::Mapping(int file, size_t offset, size_t nbytes, int flags) {
 Mapping::~Mapping() { munmap(begin_, nbytes_); }
 
 void Mapping::revert() { madvise(begin_, nbytes_, MADV_DONTNEED); }
+
+bool Mapping::is_written() const {
+  // Of each page 64 bits: 63 and 62 say that it is in memory or in swap, 61 that it is the file's.
+  constexpr uint64_t kThere = uint64_t{3} << 62, kOfFile = uint64_t{1} << 61;
+  // Not kept open: in a forked child it would go on to show the parent.
+  const int file = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return true;
+  std::array<uint64_t, 512> pages;
+  const size_t first = reinterpret_cast<uintptr_t>(begin_) / page_bytes();
+  const size_t count = (nbytes_ + page_bytes() - 1) / page_bytes();
+  bool written = false;
+  for (size_t done = 0; done < count && !written;) {
+    const size_t wanted = std::min(count - done, pages.size()) * sizeof(uint64_t);
+    const auto offset = static_cast<off_t>((first + done) * sizeof(uint64_t));
+    const ssize_t read = pread(file, pages.data(), wanted, offset);
+    if (read < 0 && errno == EINTR) continue;
+    const size_t found = read < 0 ? 0 : static_cast<size_t>(read) / sizeof(uint64_t);
+    written = found == 0 || std::any_of(pages.begin(), pages.begin() + found, [](uint64_t page) {
+                return (page & kThere) != 0 && (page & kOfFile) == 0;
+              });
+    done += found;
+  }
+  close(file);
+  return written;
+}
 
 // -- Segment --------------------------------------------------------------------------------------
 

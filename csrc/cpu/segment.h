@@ -32,6 +32,11 @@ class Mapping {
   // Forgets what was written to a private mapping: it shows the file again.
   void revert();
 
+  // Whether anything was written to a private mapping since it was made or reverted. Asks Linux
+  // which pages are copies, which costs much less than to revert at random and take every page
+  // anew. Without an answer, something was.
+  bool is_written() const;
+
  private:
   std::byte* begin_ = nullptr;
   size_t before_ = 0;  // bytes between the start of the first page and what was asked for
