@@ -91,7 +91,8 @@ class Backward:
         self._begin()
         previous, self._current = self._current, unit
         if previous is unit:
-            self._gathers.ensure_full(unit)
+            if not self._gathers.is_ready(unit):
+                self._gathers.ensure_full(unit)
             return
         if trace.recorders:
             trace.moment("turn", trace.label("backward", unit.name))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsdp_kernels import trace
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.reductions import Reductions
@@ -24,9 +25,12 @@ class Gathers:
         in_backward: Whether the gathers issued now belong to a backward.
     """
 
-    def __init__(self, units: Sequence[Unit], reductions: Reductions, comm: Comm) -> None:
+    def __init__(
+        self, units: Sequence[Unit], reductions: Reductions, comm: Comm, *, single: bool
+    ) -> None:
         self._units = units
         self._comm = comm
+        self._single = single
         self._reductions = reductions
         self._owners: dict[int, Bucket] = {}
         self.prefetch_units = 1
@@ -62,6 +66,16 @@ class Gathers:
         if unit.is_sharded():
             self._gather(unit)
         unit.wait()
+
+    def is_ready(self, unit: Unit) -> bool:
+        """Whether `ensure_full` has nothing to do for a unit that this backward came to before."""
+        return (
+            unit.is_full()
+            and not unit.is_hidden()
+            and unit.is_current()
+            and self._single  # among several streams, each that comes by must wait for the gather
+            and not trace.recorders
+        )
 
     def prefetch(self, order: Order) -> None:
         """Issue the gathers of the units that an order expects next."""

@@ -72,7 +72,7 @@ class Runtime:
         self.root: Unit | None = None
         self._forward = Order()
         self.reductions = Reductions(self.units, self.buckets, comm, self._forward)
-        self.gathers = Gathers(self.units, self.reductions, comm)
+        self.gathers = Gathers(self.units, self.reductions, comm, single=streams.single)
         self.backward = Backward(
             self.units, self.gathers, self.reductions, self._forward, self._abandon
         )
@@ -102,6 +102,28 @@ class Runtime:
         emit(verb, unit.name)
 
     # -- forward ----------------------------------------------------------------------------------
+
+    def run(
+        self, unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call (part of) a unit's module with the unit full."""
+        frame = self.enter(unit)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            self.leave_failed(unit, frame)
+            raise
+        self.leave(unit, frame, output)
+        return output
+
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether a forward of the unit runs that has done all that a call inside it would do."""
+        return (
+            unit.active > 0
+            and unit.is_full()
+            and (not torch.is_grad_enabled() or saved_tensors.is_innermost())
+            and not torch.is_autocast_enabled(self.device.type)
+        )
 
     def enter(self, unit: Unit) -> Frame:
         """Make a unit full for a forward of (part of) its module."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -65,28 +65,18 @@ class _SavedView:
         return full.as_strided(self.size, self.stride, self.offset)
 
 
-class _Kept:
-    """A tensor that is no parameter, with the version that it was saved under."""
+_Kept = tuple[Tensor, int]
+"""A tensor that is no parameter, with the version that it was saved under: most saved tensors."""
 
-    __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        # An operation that saves its own output hands it over with its graph node: kept as it is,
-        # node and tensor would own each other for ever. A detached alias has the same version
-        # counter, and autograd gives the node back on unpacking.
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self.version = tensor._version
-
-    def get(self) -> Tensor:
-        """The tensor, if nobody changed it; the message has the words of torch's own check."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{self.tensor.type()} {list(self.tensor.shape)}] is at "
-                f"version {self.tensor._version}; expected version {self.version} instead. Do not "
-                "change a tensor in place that backward still needs."
-            )
-        return self.tensor
+def _refuse_changed(tensor: Tensor, version: int) -> NoReturn:
+    """Raise for a tensor that was changed; the message has the words of torch's own check."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+        f"expected version {version} instead. Do not change a tensor in place that backward still "
+        "needs."
+    )
 
 
 class _Passed:
@@ -110,18 +100,28 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         """Called by autograd for each tensor that an operation saves."""
-        self._runtime.saved += 1
-        bucket = self._runtime.gathers.owner_of(tensor)
+        runtime = self._runtime
+        runtime.saved += 1
+        bucket = runtime.gathers.owner_of(tensor)
         if bucket is not None:
             bucket.unit.packed += 1
             return _SavedView(bucket, tensor)
-        return _Kept(tensor) if self._outer is None else _Passed(self._outer, tensor)
+        if self._outer is not None:
+            return _Passed(self._outer, tensor)
+        # An operation that saves its own output hands it over with its graph node: kept as it is,
+        # node and tensor would own each other for ever. A detached alias has the same version
+        # counter, and autograd gives the node back on unpacking.
+        kept: _Kept = (tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+        return kept
 
     def unpack(self, saved: Any) -> Tensor:
         """Called by autograd when the operation's backward needs the tensor."""
         kind = type(saved)
-        if kind is _Kept:
-            return saved.get()  # type: ignore[no-any-return]
+        if kind is tuple:
+            tensor, version = cast(_Kept, saved)
+            if tensor._version != version:
+                _refuse_changed(tensor, version)
+            return tensor
         if kind is _SavedView:
             saved.check()
             unit: Unit = saved.bucket.unit
@@ -130,12 +130,17 @@ class SavedTensors:
         return saved.unpack(saved.payload)  # type: ignore[no-any-return]
 
 
+def is_innermost() -> bool:
+    """Whether the innermost pair of hooks is one of ours."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and isinstance(getattr(top[0], "__self__", None), SavedTensors)
+
+
 def push(runtime: Runtime) -> bool:
     """Make our pair the innermost one, unless it is already; whether `pop` is due."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if outer is not None and isinstance(getattr(outer[0], "__self__", None), SavedTensors):
+    if is_innermost():
         return False
-    hooks = SavedTensors(runtime, outer)
+    hooks = SavedTensors(runtime, torch._C._autograd._top_saved_tensors_default_hooks(True))
     torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
     return True
 

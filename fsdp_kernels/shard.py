@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from fsdp_kernels._wrap import build_units, pick_comm, sync_buffers
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.full_params import open_full_params
-from fsdp_kernels.runtime import Frame, Runtime
+from fsdp_kernels.runtime import Runtime
 from fsdp_kernels.strategy import STRATEGIES
 from fsdp_kernels.unit import Unit
 
@@ -37,20 +37,14 @@ class ShardedModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather, run the module's own call (its hooks included), free."""
         unit = self._fk_unit
-        runtime = unit.runtime
+        return unit.runtime.run(unit, self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         policy = self._fk_policy
-        frame = runtime.enter(unit)
-        try:
-            if policy.param_dtype is not None and policy.cast_forward_inputs:
-                args, kwargs = _cast((args, kwargs), policy.param_dtype)
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-            if policy.output_dtype is not None:
-                output = _cast(output, policy.output_dtype)
-        except BaseException:
-            runtime.leave_failed(unit, frame)
-            raise
-        runtime.leave(unit, frame, output)
-        return output
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return output if policy.output_dtype is None else _cast(output, policy.output_dtype)
 
     @property
     def units(self) -> list[Unit]:
@@ -283,6 +277,9 @@ def _install(
         for submodule in {site.module for bucket in unit.buckets for site in bucket.leaves.sites}:
             if submodule is not unit.module:
                 _ensure_full_before(submodule, unit)
+    for inner in module.modules():
+        if isinstance(inner, nn.TransformerEncoderLayer):
+            _forbid_fused_path(inner)
     everything = find_units(module)
     paths = {id(submodule): name for name, submodule in module.named_modules()}
     for unit in everything:
@@ -290,16 +287,31 @@ def _install(
     runtime.adopt(everything, module._fk_unit)  # type: ignore[arg-type]
 
 
+def _forbid_fused_path(layer: nn.TransformerEncoderLayer) -> None:
+    """Let a layer call its submodules, of which each may be a unit, also without gradients.
+
+    Otherwise torch reads their parameters without calling them; where there is a hook, it does not.
+    """
+    if _do_nothing not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_do_nothing)
+
+
+def _do_nothing(_: nn.Module, args: Any) -> None:
+    pass
+
+
 def _ensure_full_before(submodule: nn.Module, unit: Unit) -> None:
-    """Let a submodule's own call make its unit full: called directly, or checkpointed."""
-    frames: list[Frame] = []
+    """Let a submodule's own call make its unit full: called directly, or checkpointed.
 
-    def before(_: nn.Module, args: Any) -> None:
-        frames.append(unit.runtime.enter(unit))
+    Nearly every call comes from inside the unit's own forward and has nothing to do. So this stands
+    where torch looks for what a module's call does, and is no pair of hooks: with hooks, torch
+    takes a path that costs ten times as much.
+    """
+    call: Callable[..., Any] = submodule._call_impl
 
-    def after(_: nn.Module, args: Any, output: Any) -> None:
-        if frames:
-            unit.runtime.leave(unit, frames.pop(), output)
+    def ensured(*args: Any, **kwargs: Any) -> Any:
+        if unit.runtime.is_inside(unit):
+            return call(*args, **kwargs)
+        return unit.runtime.run(unit, call, args, kwargs)
 
-    submodule.register_forward_pre_hook(before, prepend=True)
-    submodule.register_forward_hook(after, always_call=True)
+    submodule.__dict__["_call_impl"] = ensured

@@ -238,7 +238,10 @@ class Unit:
 
     def trainable(self) -> int:
         """Leaves that require a gradient."""
-        return sum(bucket.leaves.count_trainable() for bucket in self.buckets)
+        count = 0
+        for bucket in self.buckets:  # no generator: it is asked at every gradient
+            count += bucket.leaves.count_trainable()
+        return count
 
     def reduces_now(self) -> bool:
         """Whether this backward reduces the gradients; the same on every rank.
