@@ -311,3 +311,39 @@ def die_in_set_up(rank: int, world: int, victim: int, when: str) -> str:
 @pytest.mark.parametrize(("victim", "when"), [(0, "named"), (1, "opened")])
 def test_a_death_in_the_set_up_leaves_no_file(victim: int, when: str) -> None:
     check_deaths(run_ranks_outcomes(die_in_set_up, 3, victim, when), victim)
+
+
+def die_before_the_others_open(rank: int, world: int) -> str:
+    """Die when all is done on this rank, and let another job remove the file at once."""
+    _arena.PREFIX = PREFIX
+    arena = Arena()
+    module: Any = arena._module
+    creator = Path(f"/proc/{arena.exchange(torch.tensor([os.getpid()]), label='pid')[0].item()}")
+    real, shares = module.Segment, iter(range(3))
+
+    class Late:
+        create = real.create
+
+        @staticmethod
+        def open(path: str, nbytes: int) -> Any:
+            while creator.exists() and ") Z " not in (creator / "stat").read_text():
+                threading.Event().wait(0.001)
+            module.unlink(path)
+            return real.open(path, nbytes)
+
+    def share(text: str) -> list[str]:
+        if next(shares) == 2:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+        return Arena._share(arena, text)
+
+    module.Segment = Late
+    if rank == 0:
+        arena._share = share  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as caught:
+        arena.reserve(1000)
+    return str(caught.value)
+
+
+def test_a_file_that_is_gone_with_its_creator_is_the_creators_death() -> None:
+    check_deaths(run_ranks_outcomes(die_before_the_others_open, 3), 0)

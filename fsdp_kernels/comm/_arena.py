@@ -257,7 +257,11 @@ class Arena:
             _raise_first(share(_error(made)))
             if self.rank != 0:
                 made = _attempt(self._module.Segment.open, path, nbytes)
-            _raise_first(share(_error(made)))
+            errors = share(_error(made))
+            if any(errors):
+                # Another job removes the file of a rank that has died: that death is the reason.
+                share("")
+            _raise_first(errors)
         finally:
             # Here, all have mapped it, or nobody will.
             self._module.unlink(path)
