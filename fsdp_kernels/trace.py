@@ -17,12 +17,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch.autograd import profiler as _profiler
 
 from fsdp_kernels.timeline import Kind, Moment, drawn, now
 
 
+@lru_cache(maxsize=16384)  # every bucket asks for the same few at every step
 def label(verb: str, unit: str, bucket: int | None = None) -> str:
     """Return the label of an operation, such as `fk.gather[layers.3/0]`.
 

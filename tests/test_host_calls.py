@@ -14,8 +14,9 @@ from torch import nn
 
 from fsdp_kernels import ShardedAdamW, fully_shard
 
-PER_UNIT = {"forward": 220, "backward": 410, "step": 80, "torch step": 220, "zero_grad": 50}
-"""At most: what it is now over two ranks, and a quarter."""
+PER_UNIT = {"forward": 190, "backward": 360, "step": 80, "torch step": 220, "zero_grad": 50}
+PER_LAYER = {"forward": 44, "backward": 56}
+"""At most: what it is now over two ranks, and some more."""
 
 
 def count(work: Callable[[], Any]) -> int:
@@ -58,3 +59,23 @@ def test_calls_grow_with_units_and_no_faster(world: int) -> None:
         each = (calls - few[part]) / 24
         assert calls <= 4.5 * few[part], f"{part}: {few[part]} calls for 8 units, {calls} for 32"
         assert each <= PER_UNIT[part], f"{part}: {each} calls for each unit"
+
+
+def counted_inside(rank: int, world: int, layers: int) -> dict[str, int]:
+    """Count for one unit of several layers."""
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+    fully_shard(model)
+    x = torch.randn(2, 4)
+    found: dict[str, int] = {}
+    for _ in range(3):
+        losses: list[torch.Tensor] = []
+        found["forward"] = count(lambda: losses.append(model(x).sum()))  # noqa: B023
+        found["backward"] = count(losses[0].backward)
+    return found
+
+
+def test_a_layer_inside_a_unit_costs_little() -> None:
+    few, many = (run_ranks(counted_inside, 2, layers)[0] for layers in (8, 32))
+    for part, most in PER_LAYER.items():
+        each = (many[part] - few[part]) / 24
+        assert each <= most, f"{part}: {each} calls for each layer"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_kernels import ops
-from fsdp_kernels.comm._arena import Area, Arena
+from fsdp_kernels.comm._arena import Arena
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable
 from fsdp_kernels.comm.base import (
     Comm,
@@ -304,6 +304,9 @@ class _GradBuckets:
         self._world = arena.world
         self._epochs = arena.grad_epochs(_SLOTS)
         self._slots = [arena.allocate_each(nbytes) for _ in range(_SLOTS)]
+        # As many as buckets differ in size: to make them costs more than to sum a small bucket.
+        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self._parts: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._posted: deque[_SumTicket] = deque()  # not summed yet, oldest first
 
     def begin(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
@@ -314,7 +317,7 @@ class _GradBuckets:
             slot = self._epochs.begin(label)
         except RuntimeError as error:
             raise _of(error) from error
-        return self._bucket(slot, self._rank, numel, dtype)
+        return self._buckets(slot, numel, dtype)[self._rank]
 
     def post(self, shard: Tensor, label: str) -> Ticket:
         """Show what was written to the peers; the ticket sums this rank's part into `shard`."""
@@ -331,12 +334,8 @@ class _GradBuckets:
             raise _of(error) from error
         finally:
             self._posted.popleft()  # also if it failed: nothing can be summed then
-        numel = shard.numel()
-        own = slice(self._rank * numel, (self._rank + 1) * numel)
-        full_numel, dtype = numel * self._world, shard.dtype
-        peers = [self._bucket(slot, r, full_numel, dtype)[own] for r in range(self._world)]
         try:
-            ops.reduce(peers, shard)
+            ops.reduce(self._own_parts(slot, shard.numel(), shard.dtype), shard)
         finally:
             self._epochs.consume()
 
@@ -345,9 +344,25 @@ class _GradBuckets:
         while ticket in self._posted:
             self._posted[0].sum()
 
-    def _bucket(self, slot: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        area: Area = self._slots[slot][rank]
-        return area.tensor[: numel * dtype.itemsize].view(dtype)
+    def _buckets(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's bucket of so many elements in a slot, in rank order."""
+        key = slot, numel, dtype
+        found = self._views.get(key)
+        if found is None:
+            nbytes = numel * dtype.itemsize
+            found = [area.tensor[:nbytes].view(dtype) for area in self._slots[slot]]
+            self._views[key] = found
+        return found
+
+    def _own_parts(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """This rank's shard, of so many elements, in every rank's bucket."""
+        key = slot, numel, dtype
+        found = self._parts.get(key)
+        if found is None:
+            own = slice(self._rank * numel, (self._rank + 1) * numel)
+            found = [full[own] for full in self._buckets(slot, numel * self._world, dtype)]
+            self._parts[key] = found
+        return found
 
 
 class _Waiting(Ticket):
