@@ -37,7 +37,7 @@ $(BUILT): $(TOOLS) pyproject.toml setup.py $(SOURCES)
 	@if test $(FSDP_KERNELS_CUDA) = require || { test $(FSDP_KERNELS_CUDA) = auto && command -v nvcc >/dev/null; }; then \
 		ls $(VENV)/lib/python*/site-packages/nvidia/nccl/include/nccl.h >/dev/null 2>&1 \
 		|| $(BIN)/python -m pip install -q "$(NCCL)"; fi
-	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,train,lint]"
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test,train,plan,lint]"
 	@$(BIN)/fsdp-kernels env
 	@rm -f $(VENV)/.built-*
 	@touch $@

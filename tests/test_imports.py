@@ -112,6 +112,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.plan.model",
         "fsdp_kernels.plan.network",
         "fsdp_kernels.plan.options",
+        "fsdp_kernels.plan.plot",
         "fsdp_kernels.plan.program",
         "fsdp_kernels.plan.saved",
         "fsdp_kernels.plan.sharded",
@@ -191,6 +192,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.plan.job",
         "fsdp_kernels.plan.memory",
         "fsdp_kernels.plan.options",
+        "fsdp_kernels.plan.plot",
         "fsdp_kernels.plan.table",
         "fsdp_kernels.plan.time_command",
     ),
@@ -207,6 +209,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.plan.saved",
         "fsdp_kernels.plan.widths",
     ),
+    "fsdp_kernels.plan.plot": ("fsdp_kernels.plan.memory",),
     "fsdp_kernels.plan.sharded": (
         "fsdp_kernels.plan.job",
         "fsdp_kernels.plan.memory",

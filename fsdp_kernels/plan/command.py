@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
-from fsdp_kernels.plan import options, table, time_command
+from fsdp_kernels.plan import options, plot, table, time_command
 from fsdp_kernels.plan.job import Job
 from fsdp_kernels.plan.memory import Memory, plan, smallest_world
 
@@ -22,6 +23,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="a list, one object for each world")
     output.add_argument("--explain", action="store_true", help="each figure as a formula")
+    help_ = "draw bytes by world and a step's memory; with --time utilisation and waiting"
+    output.add_argument("--plot", type=Path, metavar="PNG", help=help_)
     parser.set_defaults(run=run)
 
 
@@ -37,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
             return 0
         _check_untimed(args)
         found = [(job, [plan(job, world) for world in args.world]) for job in options.jobs(args)]
+        if args.plot:
+            every = [memory for _, memories in found for memory in memories]
+            plot.plot(every, args.plot, found[0][0].notes[0])
     except ValueError as error:
         print(f"fsdp-kernels plan: {error}", file=sys.stderr)
         return 2
@@ -45,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_untimed(args: argparse.Namespace) -> None:
-    for name in ("plot", "trace", "picture"):
+    for name in ("trace", "picture"):
         if getattr(args, name):
             raise ValueError(
                 f"--{name}: expected --time, got a plan of memory. Add --time, --batch and "

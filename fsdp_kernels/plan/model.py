@@ -7,7 +7,8 @@ The model is made on fake tensors (`FakeTensorMode`): it takes no memory, whatev
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -138,11 +139,33 @@ def from_config(path: Path) -> Source:
 
     def call(model: nn.Module, batch: int, sequence: int) -> Any:
         (tokens,) = _tokens(batch, sequence)
-        more = {"labels": tokens, "use_cache": False} if causal else {}
-        return model(input_ids=tokens, **more)
+        with _unpacked(transformers):
+            if not causal:
+                return model(input_ids=tokens)
+            return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     make: Callable[[Any], nn.Module] = kind.from_config
     return Source(lambda: make(config), call)
+
+
+@contextmanager
+def _unpacked(transformers: Any) -> Iterator[None]:
+    """Let `transformers` see that each row is one sequence, as it does on tensors with data.
+
+    On fake ones it cannot look, and masks as if several sequences might be packed in a row; its
+    attention then keeps a mask, and keys and values once for each query head.
+    """
+    masking = getattr(transformers, "masking_utils", None)
+    name = "find_packed_sequence_indices"
+    looks = getattr(masking, name, None)
+    if looks is None:
+        yield
+        return
+    setattr(masking, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masking, name, looks)
 
 
 def planned_units(source: Source, cut: Cut) -> tuple[PlannedUnit, ...]:

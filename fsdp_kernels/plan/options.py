@@ -150,6 +150,7 @@ def _check_sources(args: argparse.Namespace) -> None:
         )
 
 
+_MOST_UNITS = 10_000
 _COUNTED = ("grads_bytes", "optimizer_bytes", "layers", "width", "vocabulary")
 _MODELS = ("inputs", "unit_class")
 
@@ -215,6 +216,11 @@ def _unit_numel(args: argparse.Namespace, numel: int, itemsize: int) -> int | No
         raise ValueError(
             f"--unit-params: expected from 1 to the model's {numel:,} parameters, got {unit:,}. "
             "Give the parameters of one block."
+        )
+    if numel > _MOST_UNITS * unit:
+        raise ValueError(
+            f"--unit-params: expected at most {_MOST_UNITS:,} units, got {-(-numel // unit):,}. "
+            "Give larger ones: each costs collectives of its own."
         )
     return unit
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdp_kernels.plan.job import Job
-from fsdp_kernels.plan.memory import KINDS, PASSING, STEADY, Memory
+from fsdp_kernels.plan.memory import KINDS, PASSING, STEADY, Figure, Memory
 from fsdp_kernels.plan.sizes import show_bytes
 
 
@@ -86,8 +86,10 @@ def _peak(memory: Memory) -> str:
     return f"{' + '.join(terms)}, at '{moment.what}'"
 
 
-def _shown(memory: Memory) -> list[tuple[str, Any]]:
-    return list(memory.figures.items())
+def _shown(memory: Memory) -> list[tuple[str, Figure]]:
+    """All kinds, but for second copies that there are not."""
+    figures = memory.figures.items()
+    return [(kind, f) for kind, f in figures if f.nbytes or not kind.endswith("_shard")]
 
 
 def _row(title: str, cells: list[str]) -> list[str]:

@@ -41,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--network", type=parse_bytes, help="bytes/s of a GPU to other hosts: 50GB")
     add("--link-share", type=float, default=LINK_SHARE, help="of these, what collectives reach")
     add("--algorithm", choices=("auto", "ring", "tree"), default="auto", help="of collectives")
-    add("--plot", type=Path, help="draw utilisation and waiting by world (PNG)")
     add("--trace", type=Path, help="write the last world's step for Perfetto (JSON)")
     add("--picture", type=Path, help="draw the last world's step (SVG)")
 

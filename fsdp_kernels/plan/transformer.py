@@ -135,4 +135,6 @@ def describe(numel: int, units: tuple[PlannedUnit, ...]) -> str:
     root = f" and a root of {show_count(units[0].numel)}" if units[0].numel else ""
     least, most = min(blocks), max(blocks)
     each = show_count(most) if least == most else f"{show_count(least)} to {show_count(most)}"
+    if 0 < most - least <= most // 1000:
+        each = f"about {show_count(int(float(f'{most:.3g}')))}"
     return f"{text}: {len(blocks)} units of {each}{root}"
