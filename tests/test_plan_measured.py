@@ -106,7 +106,9 @@ def everything_alive(rank: int, world: int, job: Job) -> None:
     before = live_bytes()
     mesh = init_device_mesh("cpu", (2, 2)) if job.strategy == "hybrid" else None
     name = "zero3" if job.strategy == "hybrid" else job.strategy
-    _kept = train(job, gpt, run_gpt, False, strategy=name, mesh=mesh)
+    # Without a broadcast: gloo's threads may hold what they sent for as long as they like.
+    alone = {"mesh": mesh, "sync_module_states": False}
+    _kept = train(job, gpt, run_gpt, False, strategy=name, **alone)
     memory: Memory = _kept[2]
     planned = memory.steady + memory.nbytes("gather") + memory.nbytes("reduce")
     if job.shards:  # gloo, unlike NCCL, keeps a buffer to receive other ranks' gradients in
