@@ -158,15 +158,12 @@ class _Walk:
         self.moments.append(
             Moment(
                 f"{op.verb} {self._units[op.unit].name}",
-                self._used(self._gathered),
-                self._used(self._reducing),
+                {self._units[unit].name: sum(self._units[unit].gather) for unit in self._gathered},
+                {self._units[unit].name: sum(self._units[unit].reduce) for unit in self._reducing},
                 dict(self._unpacked),
                 self._kept + extra,
             )
         )
-
-    def _used(self, slots: dict[int, list[Slot]]) -> dict[str, int]:
-        return {self._units[unit].name: sum(s.nbytes for s in slots[unit]) for unit in slots}
 
     def _gather(self, op: Op) -> None:
         unit = self._units[op.unit]

@@ -272,8 +272,8 @@ class _Planner:
         if self.shares:
             return Figure(0, "full parameters lie in shared memory, once for all ranks")
         highest = max(self.passing.moments, key=lambda moment: moment.gather)
-        most = self.passing.gather_bytes
-        return Figure(most, f"{_units(highest.gathered)}, at '{highest.what}'")
+        used = f"{_units(highest.gathered)}, at '{highest.what}'"
+        return _pool(self.passing.gather_bytes, highest.gather, used)
 
     def _reduce(self) -> Figure:
         if self.job.strategy in ("dp", "ddp"):
@@ -284,7 +284,7 @@ class _Planner:
         if self.full_grads:
             return Figure(0, "full gradients are kept already")
         highest = max(self.passing.moments, key=lambda moment: moment.reduce)
-        return Figure(self.passing.reduce_bytes, _units(highest.reducing))
+        return _pool(self.passing.reduce_bytes, highest.reduce, _units(highest.reducing))
 
     def _autograd(self) -> Figure:
         if self.job.strategy in ("dp", "ddp"):
@@ -306,6 +306,13 @@ class _Planner:
         for kind in kinds:
             figures[kind] = Figure(0, f"{show_bytes(figures[kind].nbytes)} in host memory")
         return Figure(total, " + ".join(kinds) or "nothing is offloaded")
+
+
+def _pool(nbytes: int, used: int, formula: str) -> Figure:
+    """What a pool has, whose slots are as large as the largest bucket that ever used them."""
+    if nbytes > used:
+        formula += f" + {show_bytes(nbytes - used)} of slots that are larger than their users"
+    return Figure(nbytes, formula)
 
 
 def _units(held: dict[str, int]) -> str:
