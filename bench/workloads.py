@@ -123,6 +123,7 @@ class Side:
 
 
 SHARED = "ours, shared memory"
+OVERLAPPED = "ours, shared memory, overlapped"
 
 
 def sides(
@@ -151,15 +152,24 @@ def sides(
     }
     if shape.device == "cpu" and _ext.cpu() is not None:
         made[SHARED] = lambda: ours("shared_memory", fused=True)
+        if shape.max_norm is None:  # the norm is known after the last gradient only
+            made[OVERLAPPED] = lambda: ours("shared_memory", fused=True, overlap=True)
     return {name: make() for name, make in made.items() if wanted(name)}
 
 
 def _ours(
-    shape: Shape, policy: MixedPrecisionPolicy, rank: int, comm: str | None, *, fused: bool
+    shape: Shape,
+    policy: MixedPrecisionPolicy,
+    rank: int,
+    comm: str | None,
+    *,
+    fused: bool,
+    overlap: bool = False,
 ) -> Side:
     model: Any = fsdp_kernels.fully_shard(build(shape), units=Block, mp_policy=policy, comm=comm)
     if fused:
-        ours = fsdp_kernels.ShardedAdamW(model.parameters(), max_grad_norm=shape.max_norm, **ADAMW)
+        options = {"max_grad_norm": shape.max_norm, "overlap_backward": overlap}
+        ours = fsdp_kernels.ShardedAdamW(model.parameters(), **options, **ADAMW)
         return Side(model, ours, None, [rank])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **ADAMW)
     clip = None if shape.max_norm is None else partial(model.clip_grad_norm_, shape.max_norm)

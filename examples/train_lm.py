@@ -89,6 +89,7 @@ def build(
 
     policy = MixedPrecisionPolicy(param_dtype=options.torch_dtype, reduce_dtype=torch.float32)
     fully_shard(model, units=Block, mp_policy=policy, comm=options.comm, strategy=options.strategy)
+    settings["overlap_backward"] = options.overlap_backward
     return model, ShardedAdamW(groups(model, options.weight_decay), **settings), checkpoint
 
 
@@ -162,7 +163,9 @@ def introduce(training: Training) -> dict[str, dict[str, int]]:
     """Say what will be trained, how, and how much memory a rank needs for it."""
     options, model = training.options, training.model
     ddp = report.ddp_bytes(model, options.torch_dtype)
-    own = ddp if options.baseline else report.planned_bytes(model, options.accumulate)
+    own = ddp
+    if not options.baseline:
+        own = report.planned_bytes(model, options.accumulate, options.overlap_backward)
     plan = {"this run": own, "DDP": ddp}
     if training.rank == 0:
         numel = sum(p.numel() for p in model.parameters())
@@ -235,6 +238,11 @@ def check(options: Options) -> None:
     if options.trace and options.baseline:
         raise ValueError(
             "--trace: expected a sharded model, got --baseline. Use torch.profiler for baselines."
+        )
+    if options.overlap_backward and (options.baseline or options.accumulate > 1):
+        raise ValueError(
+            "--overlap-backward: expected a sharded model and one micro-batch a step, got "
+            f"--baseline {options.baseline}, --accumulate {options.accumulate}. Leave these out."
         )
     if options.batch % (world * options.accumulate):
         raise ValueError(

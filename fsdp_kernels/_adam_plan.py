@@ -53,6 +53,13 @@ class BucketPlan:
         """Whether any parameter keeps the running maximum."""
         return any(launch.amsgrad for launch in self.launches)
 
+    def holds_all_trainable(self) -> bool:
+        """Whether no other optimizer, and nobody who reads gradients alone, needs the bucket's."""
+        if self.picked is None:
+            return True
+        mine = {p.index for p in self.params}
+        return all(p.index in mine or not p.requires_grad for p in self.bucket.params)
+
     def used(self) -> Tensor:
         """Return which of the parameters have a gradient, bool [len(params)] on the device."""
         used = self.bucket.used()
@@ -190,6 +197,24 @@ def _plan_bucket(
         launches=tuple(launches),
         picked=picked,
     )
+
+
+class Masks:
+    """Which parameters of a bucket have a gradient, on the device: nearly always the same."""
+
+    def __init__(self) -> None:
+        self._sent: dict[BucketPlan, tuple[list[bool], Tensor]] = {}
+
+    def of(self, plan: BucketPlan, used: Sequence[bool]) -> Tensor:
+        """Return bool [len(plan.params)] from the host's bits of all of the bucket's parameters."""
+        mine = [used[p.index] for p in plan.params]
+        sent = self._sent.get(plan)
+        if sent is None or sent[0] != mine:
+            host = torch.tensor(mine)
+            if plan.bucket.device.type == "cuda":
+                host = host.pin_memory()
+            sent = self._sent[plan] = mine, host.to(plan.bucket.device, non_blocking=True)
+        return sent[1]
 
 
 class HyperTable:

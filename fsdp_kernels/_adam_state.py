@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdp_kernels.accesses import SHARD_GRADS, SHARD_MASTER, SHARD_PARAMS, STEPPED, note
+from fsdp_kernels.accesses import (
+    FULL_GRADS,
+    SHARD_GRADS,
+    SHARD_MASTER,
+    SHARD_PARAMS,
+    STEPPED,
+    note,
+)
 from fsdp_kernels.flat_shard import FlatShard
 from triton_ops._common import AdamShard
 
@@ -105,16 +112,16 @@ class FlatState:
         self,
         plan: BucketPlan,
         adam: Callable[[AdamShard, Launch], None],
+        grads: Tensor | None,
     ) -> None:
         """Update the bucket's shard in place and publish it in the compute dtype.
 
         Args:
             plan: The bucket and what to launch.
             adam: Runs the kernel for one launch.
+            grads: The bucket's `shard_grads`; None where `adam` reads those of the ranks.
         """
         bucket = plan.bucket
-        grads = bucket.shard_grads
-        assert grads is not None  # the caller passes buckets with gradients only
         bucket.wait_released()
         self._follow_edits(bucket)
         master, params = self._master_and_params(bucket)
@@ -122,7 +129,7 @@ class FlatState:
             if launch.table.starts:
                 shard = self._shard(launch, grads, master, params)
                 adam(shard, launch)
-                note(bucket, "step", SHARD_GRADS, STEPPED)
+                note(bucket, "step", FULL_GRADS if grads is None else SHARD_GRADS, STEPPED)
                 object.__setattr__(shard, "grads", self.exp_avg)
         self._publish(bucket, params)
         bucket.stepped()
@@ -150,7 +157,7 @@ class FlatState:
         return master, own
 
     def _shard(
-        self, launch: Launch, grads: Tensor, master: Tensor, params: Tensor | None
+        self, launch: Launch, grads: Tensor | None, master: Tensor, params: Tensor | None
     ) -> AdamShard:
         """Return the launch's buffers, checked once: checking takes longer than a small launch."""
         # NOTE: between steps the kept record names another buffer in place of the gradients, though

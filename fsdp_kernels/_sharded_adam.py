@@ -4,30 +4,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from fsdp_kernels import ops
 from fsdp_kernels._adam_load import check_hyper, matching_entries, matching_groups
+from fsdp_kernels._adam_norm import sum_of_squares
+from fsdp_kernels._adam_overlap import check_overlap
 from fsdp_kernels._adam_plan import (
     BucketPlan,
     HyperTable,
     Launch,
+    Masks,
     Plan,
     build_plan,
     check_sharded,
 )
 from fsdp_kernels._adam_state import FlatState
-from fsdp_kernels.accesses import SHARD_GRADS, note
-from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
-from fsdp_kernels.trace import label, span
+from fsdp_kernels.stepping import register
+from fsdp_kernels.trace import span
 from triton_ops._common import COEF_COLUMNS, AdamShard
+
+if TYPE_CHECKING:
+    from fsdp_kernels.bucket import Bucket
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -81,17 +86,13 @@ class ShardedAdamBase(torch.optim.Optimizer):
         master_weights: bool,
     ) -> None:
         self._where = type(self).__name__
-        if overlap_backward:
-            raise NotImplementedError(
-                f"{self._where}: overlap_backward=True is not available yet. "
-                "Pass overlap_backward=False and call step() after backward."
-            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(
                 f"{self._where}: expected max_grad_norm above 0, got {max_grad_norm}. "
                 "Pass None for no clipping."
             )
         self.max_grad_norm = max_grad_norm
+        self.overlap_backward = overlap_backward
         self.master_weights = master_weights
         self._plan: Plan | None = None
         self._plan_key: tuple[Any, ...] = ()
@@ -99,10 +100,14 @@ class ShardedAdamBase(torch.optim.Optimizer):
         self._steps = torch.empty(0)
         self._coefs = torch.empty(0)
         self._hyper = HyperTable()
+        self._masks = Masks()
         self._entered: set[FlatShard] = set()
         self._norm: Tensor | None = None
         super().__init__(cast(Any, params), defaults)
         self.state = _State()
+        if overlap_backward:
+            check_overlap(self, self._where)
+            register(self)
 
     @property
     def grad_norm(self) -> float | None:
@@ -130,8 +135,12 @@ class ShardedAdamBase(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: If a parameter is not sharded.
+            RuntimeError: If a parameter is not sharded; with `overlap_backward`, if the last
+                backward failed half-way, or in a `GradScaler`.
+            ValueError: With `overlap_backward`, for a closure.
         """
+        if self.overlap_backward:
+            check_overlap(self, f"{self._where}.step", closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -140,12 +149,13 @@ class ShardedAdamBase(torch.optim.Optimizer):
         for runtime in plan.runtimes:
             runtime.before_step()
         active = [b for b in plan.buckets if b.bucket.shard_grads is not None]
-        if len(self.state) < len(self._entered):  # the user dropped entries to start afresh
-            self._forget(plan, [p for p in self._entered if p not in self.state])
+        self._forget_dropped(plan)
         used = plan.used()  # before the norm: this also clears gradients that were set to None
         factor = self._factor(plan, active)
         if active:
             self._update(plan, active, used, factor)
+        for b in plan.buckets:
+            b.bucket.grads.taken = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -157,6 +167,7 @@ class ShardedAdamBase(torch.optim.Optimizer):
         for runtime in plan.runtimes:
             runtime.recover()
         for b in plan.buckets:
+            b.bucket.grads.check_there()
             if b.picked is None:
                 if set_to_none:
                     b.bucket.drop_grads()
@@ -201,6 +212,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
         self._forget(plan, [p for p in plan.rows if p not in loaded])
         for p, entry in loaded.items():
             self._load_entry(plan, p, entry)
+        for runtime in plan.runtimes:
+            runtime.stepping.reset()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -229,7 +242,7 @@ class ShardedAdamBase(torch.optim.Optimizer):
         self._coefs = torch.zeros(
             (len(plan.rows), COEF_COLUMNS), dtype=torch.float64, device=plan.device
         )
-        self._hyper = HyperTable()
+        self._hyper, self._masks = HyperTable(), Masks()
         self._plan, self._plan_key = plan, key
         self._entered &= plan.rows.keys()
         for b in plan.buckets:
@@ -249,27 +262,9 @@ class ShardedAdamBase(torch.optim.Optimizer):
         if self.max_grad_norm is None:
             return factor
         with span("norm", ""):
-            norm = self._sum_of_squares(plan, active).sqrt_() * factor
+            norm = sum_of_squares(plan, active).sqrt_() * factor
         self._norm = norm
         return factor * (self.max_grad_norm / (norm + _CLIP_EPS)).clamp_(max=1.0)
-
-    def _sum_of_squares(self, plan: Plan, active: list[BucketPlan]) -> Tensor:
-        """Return the squared norm of this optimizer's mean gradients, float64 [1]."""
-        # Nearly always one comm and one scale: then this is one sum and one all-reduce.
-        parts: dict[tuple[Comm, float], list[Tensor]] = {}
-        for b in active:
-            grads = b.bucket.shard_grads
-            assert grads is not None
-            key = (b.bucket.comm, b.bucket.grad_scale)
-            note(b.bucket, "norm", SHARD_GRADS)
-            parts.setdefault(key, []).append(ops.norm(grads, b.table))
-        totals: dict[Comm, Tensor] = {}
-        for (comm, scale), norms in parts.items():
-            squares = torch.stack(norms).sum(0)[:1] * (scale * scale)
-            totals[comm] = totals[comm] + squares if comm in totals else squares
-        for comm, total in totals.items():
-            comm.all_reduce(total, label=label("norm", "")).wait()
-        return sum(totals.values(), torch.zeros_like(plan.one))
 
     def _update(self, plan: Plan, active: list[BucketPlan], used: Tensor, factor: Tensor) -> None:
         """Advance the steps, then update every bucket that has gradients."""
@@ -283,21 +278,72 @@ class ShardedAdamBase(torch.optim.Optimizer):
         )
         self._enter_used(plan)
         for b in active:
-            bucket_scale = b.bucket.grad_scale
-
-            def adam(shard: AdamShard, launch: Launch, scale: float = bucket_scale) -> None:
-                ops.adam(
-                    shard,
-                    launch.table,
-                    self._coefs,
-                    factor,
-                    scale=scale,
-                    decoupled=self._decoupled,
-                    maximize=launch.maximize,
-                )
-
             with span("step", b.bucket.unit.name, b.bucket.index):
-                self._state_of(b).step(b, adam)
+                self._launch(b, factor, None)
+
+    def _launch(self, b: BucketPlan, factor: Tensor, peers: Sequence[Tensor] | None) -> None:
+        """Update one bucket with its reduced gradients, or with those of the ranks."""
+        scale = b.bucket.grad_scale
+
+        def adam(shard: AdamShard, launch: Launch) -> None:
+            options: dict[str, Any] = {
+                "scale": scale,
+                "decoupled": self._decoupled,
+                "maximize": launch.maximize,
+            }
+            if peers is None:
+                ops.adam(shard, launch.table, self._coefs, factor, **options)
+            else:
+                ops.reduce_adam(peers, shard, launch.table, self._coefs, factor, **options)
+
+        self._state_of(b).step(b, adam, None if peers is not None else b.bucket.shard_grads)
+
+    # -- steps in backward: see `stepping.Stepper` ------------------------------------------------
+
+    def owned(self) -> Iterable[Bucket]:
+        """Return the buckets that this optimizer steps in backward, as soon as they are reduced."""
+        params = chain.from_iterable(g["params"] for g in self.param_groups)
+        if not all(isinstance(p, FlatShard) for p in params):
+            return []  # not sharded yet; step() says so
+        check_overlap(self, f"{self._where}: backward")
+        plan = self._current_plan("backward")
+        return [b.bucket for b in plan.buckets if b.holds_all_trainable()]
+
+    @torch.no_grad()
+    def step_bucket(
+        self, bucket: Bucket, used: Sequence[bool], peers: Sequence[Tensor] | None
+    ) -> None:
+        """Step one bucket in backward."""
+        plan = self._current_plan("backward")
+        b = plan.of_bucket[id(bucket)]
+        self._forget_dropped(plan)
+        rows = slice(b.first_row, b.first_row + len(b.params))
+        ops.adam_coefs(
+            self._hyper.rows(plan, self.param_groups)[rows],
+            self._steps[rows],
+            self._masks.of(b, used),
+            None,
+            self._coefs[rows],
+            decoupled=self._decoupled,
+        )
+        for p in b.params:
+            if used[p.index] and p not in self._entered:
+                self._enter(plan, p)
+        self._launch(b, plan.one, peers)
+
+    def accept_failed_backward(self) -> None:
+        """Go on after a backward that failed half-way, with some units stepped and others not.
+
+        For `overlap_backward=True`. The stepped units keep their new values, moments and step
+        counts, the others their old ones; all gradients are gone. Call it on every rank
+        (collective).
+
+        Raises:
+            RuntimeError: The ranks have not stepped the same units.
+        """
+        for runtime in self._current_plan("accept_failed_backward").runtimes:
+            runtime.finish_failed()
+            runtime.stepping.accept()
 
     def _skip(self, plan: Plan) -> Tensor | None:
         """Return GradScaler's non-finite flag as float [1]; it is the same on every rank."""
@@ -329,6 +375,11 @@ class ShardedAdamBase(torch.optim.Optimizer):
         entry = self.state.setdefault(p, {})
         entry.update(state.entry(p, self._steps[plan.rows[p]], amsgrad=amsgrad))
         self._entered.add(p)
+
+    def _forget_dropped(self, plan: Plan) -> None:
+        """Start afresh where the user dropped entries of `state`."""
+        if len(self.state) < len(self._entered):
+            self._forget(plan, [p for p in self._entered if p not in self.state])
 
     def _forget(self, plan: Plan, params: list[FlatShard]) -> None:
         """Drop the state of some parameters, as if they had never been stepped."""

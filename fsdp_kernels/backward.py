@@ -21,6 +21,7 @@ from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.gathers import Gathers
 from fsdp_kernels.reductions import Reductions
 from fsdp_kernels.schedule import Order
+from fsdp_kernels.stepping import Stepping
 from fsdp_kernels.unit import Unit
 
 _graph_task = torch._C._current_graph_task_id
@@ -43,16 +44,19 @@ class Backward:
         gathers: Gathers,
         reductions: Reductions,
         forward: Order,
+        stepping: Stepping,
         abandon: Callable[[], None],
     ) -> None:
         self._units = units
         self._gathers = gathers
         self._reductions = reductions
         self._forward = forward
+        self._stepping = stepping
         self._abandon_root = abandon
         self._order = Order()
         self.under_way = False
         self._ending = False
+        self._task = -1
         self._accumulating = False
         self._current: Unit | None = None
         self._touched: list[Unit] = []
@@ -89,6 +93,8 @@ class Backward:
         gradients have arrived here: ranks would gather different units again.
         """
         self._begin()
+        if unit.stepped:  # an early hint: nothing of it is wanted any more
+            return
         previous, self._current = self._current, unit
         if previous is unit:
             if not self._gathers.is_ready(unit):
@@ -96,10 +102,14 @@ class Backward:
             return
         if trace.recorders:
             trace.moment("turn", trace.label("backward", unit.name))
-        for other in [u for u in self._touched if not (u.contains(unit) or unit.contains(u))]:
+        left = [u for u in self._touched if not (u.contains(unit) or unit.contains(u))]
+        for other in left:
             self._touched.remove(other)
             if other.is_idle():
                 other.free()
+        self._stepping.freed()
+        self._reductions.finish_due()
+        for other in left:
             self._reductions.left(other)
         if unit not in self._touched:
             self._touched.append(unit)
@@ -116,6 +126,8 @@ class Backward:
         if not grads.arrived[index]:  # a re-entrant checkpoint may bring a second part
             grads.arrived[index] = True
             unit.arrived += 1
+        if self._stepping.active and _graph_task() != self._task:
+            unit.inner = True
         self._reductions.arrived(unit)
 
     def _begin(self) -> None:
@@ -135,11 +147,16 @@ class Backward:
         if not self._order.last:
             self._order.last = self._forward.first_visits()[::-1]
         self._reductions.begin_backward()
+        self._task = _graph_task()
+        self._stepping.begin()
 
     def _end(self, token: _Token) -> None:
         self._ending = True
         try:
+            if self._stepping.active:  # which write what peers read while a unit is full
+                self._free_idle()
             self._reductions.end_backward()
+            self._stepping.end()
         except BaseException:
             self._abandon_root()
             raise
@@ -149,8 +166,14 @@ class Backward:
         self._forget()
         for unit in self._units:
             unit.begin_count()
-            if unit.is_idle():  # a forward that calls autograd.grad still runs in others
+        self._free_idle()
+
+    def _free_idle(self) -> None:
+        """Free all units but those whose forward, which calls autograd itself, still runs."""
+        for unit in self._units:
+            if unit.is_idle():
                 unit.free()
+        self._stepping.freed()
 
     def abandon(self) -> bool:
         """After a failure: no backward is under way, and what it had issued will be settled.
@@ -161,6 +184,7 @@ class Backward:
         lost = self.under_way and self._accumulating
         if self.under_way:
             self._reductions.abandon()
+            self._stepping.abandon()
         self._order.abandon()
         self._forget()
         return lost

@@ -8,6 +8,7 @@ Gathering fills a pool slot; the leaves that the forward reads (`leaves.py`) bec
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,6 +88,7 @@ class Bucket:
             owned by the pool.
         params: The registered `FlatShard`s, in segment order.
         users: The compute streams that read `full_params`, or what is kept of them.
+        wanted: What every saved view in a graph holds, so that they are counted without a count.
         keeps: Whether full parameters stay in their slot from one gather to the next.
         slot: What `full_params` lies in, while gathered.
         leaves: What the forward reads while gathered.
@@ -128,6 +130,8 @@ class Bucket:
         self._gathered_version = (-1, -1)
         self.keeps = False
         self._kept: Slot | None = None
+        self.wanted = object()
+        self._unwanted = sys.getrefcount(self.wanted)
         self.leaves = Leaves(shapes, dtypes.compute, shard_master.device)
         self.grads = BucketGrads(self)
 
@@ -389,6 +393,10 @@ class Bucket:
     def is_current(self) -> bool:
         """Whether the gathered parameters still are what the shards say."""
         return self._gathered_version == self.version
+
+    def is_wanted(self) -> bool:
+        """Whether a graph holds views of the parameters for its backward."""
+        return sys.getrefcount(self.wanted) > self._unwanted
 
     def slot_pointer(self) -> int:
         """Address of the slot's storage: how a saved tensor is recognised as a view of it."""

@@ -80,7 +80,8 @@ class Gathers:
     def prefetch(self, order: Order) -> None:
         """Issue the gathers of the units that an order expects next."""
         for position in order.upcoming(self.prefetch_units):
-            if self._units[position].is_sharded():
+            unit = self._units[position]
+            if unit.is_sharded() and not unit.stepped:  # what was stepped, backward has done with
                 self._gather(self._units[position])
 
     def renew(self) -> None:

@@ -37,6 +37,8 @@ from fsdp_kernels.trace import emit, label, span
 if TYPE_CHECKING:
     from fsdp_kernels.bucket import Bucket
 
+_WIDE = (torch.float32, torch.float64)  # a sum over ranks is not rounded to anything narrower
+
 
 class BucketGrads:
     """Gradients of one bucket on one rank.
@@ -57,6 +59,8 @@ class BucketGrads:
         users: The compute streams on which the leaves' gradients have come.
         agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the
             last `drop`.
+        taken: Whether a step in backward has used the gradients up, and the optimizer's `step()`
+            has not come yet.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -82,6 +86,7 @@ class BucketGrads:
         self._target_home: Place | None = None
         self.users = Users()
         self.target_generation = 0
+        self.taken = False
 
     # -- pack and reduce --------------------------------------------------------------------------
 
@@ -194,6 +199,61 @@ class BucketGrads:
         self.present = True
         self._cleared.clear()
 
+    # -- steps in backward ------------------------------------------------------------------------
+
+    def is_reducing(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._ticket is not None
+
+    def lend(self) -> Sequence[Tensor] | None:
+        """This rank's part of every rank's gradients, for a step that sums them itself.
+
+        None where the step would not see the bits that `finish` leaves, or the ranks' memory cannot
+        be read. To be read until `take`.
+        """
+        own, reduced = self.bucket.dtypes.own, self.bucket.dtypes.reduce
+        if self._ticket is None or self.present or own != reduced or own not in _WIDE:
+            return None
+        peers = self._ticket.peers()
+        if peers is not None:
+            self.scale = 1.0 / self.bucket.comm.everyone.world
+        return peers
+
+    def known_used(self) -> list[bool]:
+        """Which parameters have a gradient, of those that this rank knows of."""
+        used = self.host_used() if self.present else [False] * len(self.pending)
+        return [a or b for a, b in zip(self.pending, used, strict=True)]
+
+    def has_used(self) -> bool:
+        """Whether any parameter has a reduced gradient."""
+        return self.present and any(self.host_used())
+
+    def take(self) -> None:
+        """Forget the gradients, which a step has used up; their memory goes."""
+        ticket, self._ticket = self._ticket, None
+        try:
+            if ticket is not None:
+                ticket.wait()
+        finally:
+            self._release_full()
+            self._let_target_go()
+            self.present = True  # or has been, as peers' memory
+            self.drop()
+            if self.shard_grads is not None:
+                self.bucket.resources.streams.precede(self._home)
+                note(self.bucket, "let go", writes=SHARD_GRADS, place=self._home)
+                self.shard_grads = None
+            self.taken = True
+
+    def check_there(self) -> None:
+        """Refuse to look at gradients that a step in backward has used up, until `step()`."""
+        if self.taken:
+            raise RuntimeError(
+                f"bucket '{self.bucket.label}': expected step() after backward, got a look at its "
+                "gradients, which backward has stepped with (overlap_backward=True). To read, "
+                "clip, unscale or drop gradients before the step, pass overlap_backward=False."
+            )
+
     def abandon(self) -> None:
         """Forget every gradient after a failed backward; what is under way writes elsewhere."""
         self.drop()
@@ -282,6 +342,7 @@ class BucketGrads:
     def grad(self, index: int) -> FlatShard | None:
         """The mean gradient of one parameter, an alias of `shard_grads`, or None."""
         self.bucket.runtime.finish()
+        self.check_there()
         if not self.present or index in self._cleared:
             return None
         if not self._host_used[index]:
@@ -300,6 +361,7 @@ class BucketGrads:
     def set_grad(self, index: int, value: Tensor | None) -> None:
         """See `Bucket.set_grad`."""
         self.bucket.runtime.recover()
+        self.check_there()
         param = self.bucket.params[index]
         if value is None:
             self._clear(index)

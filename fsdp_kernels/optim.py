@@ -27,13 +27,34 @@ class ShardedAdamW(ShardedAdamBase):
         amsgrad: Divide by the running maximum of the second moment.
         maximize: Ascend.
         max_grad_norm: Clip the global norm of this optimizer's gradients to it, inside the step.
-        overlap_backward: Not available yet.
+        overlap_backward: Step each unit in backward, as soon as its gradients are complete on all
+            ranks and its weights are no longer wanted; see below.
         master_weights: Keep an fp32 copy of bf16 and fp16 parameters. Without it every step rounds
             the update to the parameter's precision.
 
     Raises:
-        ValueError: On a hyper-parameter out of range.
-        NotImplementedError: For `overlap_backward=True`.
+        ValueError: On a hyper-parameter out of range, or clipping with `overlap_backward`.
+
+    **`overlap_backward=True`**: a unit's gradients live from its backward to its step, so a rank
+    holds those of a few units at a time, and not all shards. The parameters get the bits that a
+    step at the end would give them. `step()` is still called after every backward: it ends the
+    step, for schedulers and hooks too, and steps what could not be stepped before (`"zero1"`
+    units, and buckets that this optimizer shares with another).
+
+    - The rates and other settings that count are those at the time of the backward. What is
+      written into a parameter between backward and `step()` comes after the update.
+    - Units are stepped at the end of the backward where ranks use different parameters of them,
+      where gradients come from a re-entrant checkpoint, and where a graph still holds their
+      weights.
+    - From backward to `step()`, gradients are gone: reading, clipping or dropping them raises.
+      After `step()` they are None.
+    - Refused: `max_grad_norm`, `clip_grad_norm_`, `GradScaler`, closures, `no_sync`, a second
+      backward before `step()`, and so `retain_graph` for one.
+    - A backward that fails after it has stepped units leaves parameters of two steps. Forwards,
+      backwards and `step()` raise then, with the units' names, until a state is loaded into this
+      optimizer (load the model's with it: `checkpoint.load`), or `accept_failed_backward()` is
+      called.
+    - Every rank must make the same choice. A dropped optimizer steps no more.
 
     Reference: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019).
     """

@@ -24,6 +24,7 @@ import torch
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.schedule import Order
+from fsdp_kernels.stepping import Stepping
 from fsdp_kernels.trace import label, span
 from fsdp_kernels.unit import Unit
 
@@ -41,7 +42,12 @@ class Reductions:
     """
 
     def __init__(
-        self, units: Sequence[Unit], buckets: Sequence[Bucket], comm: Comm, forward: Order
+        self,
+        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
+        comm: Comm,
+        forward: Order,
+        stepping: Stepping,
     ) -> None:
         self._units = units
         self._buckets = buckets
@@ -49,6 +55,7 @@ class Reductions:
         # Over two levels, a wait needs the others' wait: only where all ranks come by.
         self._together = comm.everyone is not comm and comm.world > 1
         self._forward = forward
+        self._stepping = stepping
         self._queue: deque[Unit] = deque()  # not issued yet, by deadline
         self._issued: list[Unit] = []
         self._running: Unit | None = None
@@ -94,8 +101,19 @@ class Reductions:
             # What is kept is not sent: a rank that gathers what others kept is out of step.
             self._note(2 * unit.position + unit.has_kept())
         if in_backward:
+            self.finish_due()
             self._issue_due()
             self.clock += 1
+
+    def finish_due(self) -> None:
+        """Where units are stepped: finish a reduction that every rank has issued by now.
+
+        Called where every rank comes by: at gathers, and where backward comes to another unit.
+        """
+        running = self._running
+        if self._stepping.active and running is not None and running.deadline < self.clock:
+            self._finish_running()
+            self._issue_complete()
 
     def _issue_due(self) -> None:
         """Issue what all ranks issue before the next gather, complete here or not."""
@@ -114,26 +132,41 @@ class Reductions:
     def arrived(self, unit: Unit) -> None:
         """Note that one of a unit's gradients has come."""
         unit.last_arrival = self.clock
+        if unit.stepped:
+            raise RuntimeError(
+                f"unit '{unit.label}': expected no gradient after its step "
+                "(overlap_backward=True), got one, from a backward inside the backward. Use "
+                "checkpoint(use_reentrant=False), or pass overlap_backward=False."
+            )
         if unit.issued:
             unit.late = True
         elif unit.is_complete():
             if not unit.reduces_now():
                 unit.pack()  # waits for a backward that reduces
-            queue = self._queue
-            while queue and queue[0].deadline <= self.clock and queue[0].is_complete():
-                if self._running is not None and (
-                    self._together or self._running.deadline >= self.clock
-                ):
-                    # Issued early here, by others maybe only before the next gather: to wait for
-                    # them now would hang if this backward fails in between.
-                    break
-                self._issue(queue.popleft())
+            self._issue_complete()
+
+    def _issue_complete(self) -> None:
+        """Issue what is due and complete here; other ranks may come to it later."""
+        queue = self._queue
+        while queue and queue[0].deadline <= self.clock and queue[0].is_complete():
+            running = self._running
+            if running is not None and (
+                self._together or self._stepping.active or running.deadline >= self.clock
+            ):
+                # Issued early here, by others maybe only before the next gather: to wait for them
+                # now would hang if this backward fails in between.
+                break
+            self._issue(queue.popleft())
 
     def end_backward(self) -> None:
         """Reduce the rest (zeros where no gradient came), and agree on what was used."""
-        for unit in (*self._queue, *self._to_reduce()):
-            if not unit.issued:
-                self._issue(unit)
+        rest = [unit for unit in (*self._queue, *self._to_reduce()) if not unit.issued]
+        rest = list(dict.fromkeys(rest))
+        if self._stepping.active:
+            running = [] if self._running is None else [self._running]
+            self._stepping.decide([*running, *rest])
+        for unit in rest:
+            self._issue(unit)
         self._queue.clear()
         self._finish_running()
         for unit in self._units:
@@ -147,6 +180,8 @@ class Reductions:
             for unit in self._agree(reducing):
                 unit.reduce()
                 unit.finish_reduce()
+        if self._stepping.active:
+            self._stepping.finish_rest()
 
     def reduce_left_over(self) -> None:
         """Reduce what backwards under `no_sync` left (collective, if there is anything).
@@ -177,7 +212,11 @@ class Reductions:
 
     def _finish_running(self) -> None:
         unit, self._running = self._running, None
-        if unit is not None:
+        if unit is None:
+            return
+        if self._stepping.active:
+            self._stepping.finish(unit)
+        else:
             unit.finish_reduce()
 
     # -- failure ----------------------------------------------------------------------------------
@@ -196,8 +235,11 @@ class Reductions:
         if not self._failed:
             return
         self._failed = False
-        issued = torch.tensor([len(self._issued)], dtype=torch.float64)
-        most = int(self._comm.agree(issued, label=label("agree", "failed backward")).item())
+        steps = len(self._stepping.failed)
+        words = torch.tensor([len(self._issued), steps, -steps], dtype=torch.float64)
+        words = self._comm.agree(words, label=label("agree", "failed backward"))
+        most, most_steps, least_steps = (int(word) for word in words.tolist())
+        self._stepping.alike = most_steps == -least_steps
         # A rank may be behind by units that were complete on another and due: the next in line.
         for _ in range(most - len(self._issued)):
             unit = self._queue.popleft()

@@ -26,6 +26,7 @@ from fsdp_kernels.gathers import Gathers
 from fsdp_kernels.pool import Pool
 from fsdp_kernels.reductions import Reductions
 from fsdp_kernels.schedule import Order
+from fsdp_kernels.stepping import Stepping
 from fsdp_kernels.trace import emit
 from fsdp_kernels.unit import Unit
 
@@ -50,6 +51,7 @@ class Runtime:
         saved: Tensors that our saved-tensor hooks have seen.
         gathers: Which units are full.
         backward: The backward under way.
+        stepping: Steps that backwards take.
         reductions: When gradients are reduced, and what the ranks agree on.
     """
 
@@ -71,10 +73,11 @@ class Runtime:
         self.buckets: list[Bucket] = []
         self.root: Unit | None = None
         self._forward = Order()
-        self.reductions = Reductions(self.units, self.buckets, comm, self._forward)
+        self.stepping = Stepping(self.units, comm, streams)
+        self.reductions = Reductions(self.units, self.buckets, comm, self._forward, self.stepping)
         self.gathers = Gathers(self.units, self.reductions, comm, single=streams.single)
         self.backward = Backward(
-            self.units, self.gathers, self.reductions, self._forward, self._abandon
+            self.units, self.gathers, self.reductions, self._forward, self.stepping, self._abandon
         )
         self._depth = 0
         self._editing = False
@@ -131,6 +134,7 @@ class Runtime:
         if not in_backward and self._depth == 0:
             self.recover()
             self.reductions.settle()
+            self.stepping.check("forward")
             self.gathers.free_kept()
             self.gathers.renew()
         autocast = torch.is_autocast_enabled(self.device.type)
@@ -160,6 +164,7 @@ class Runtime:
         try:
             with _outside_inference_mode():
                 if in_backward:
+                    self._check_not_stepped(unit)
                     self.backward.touch(unit)
                 else:
                     self._forward.visit(unit.position)
@@ -171,6 +176,15 @@ class Runtime:
             raise
         unit.packed = 0
         unit.saved_before = self.saved
+
+    @staticmethod
+    def _check_not_stepped(unit: Unit) -> None:
+        if unit.stepped:
+            raise RuntimeError(
+                f"unit '{unit.label}': expected no forward of it after its step "
+                "(overlap_backward=True), got one, in a recomputation that needs the weights from "
+                "before. Pass overlap_backward=False."
+            )
 
     def leave(self, unit: Unit, frame: Frame, output: Any) -> None:
         """End a forward that succeeded."""
@@ -261,6 +275,7 @@ class Runtime:
             ValueError: Gradients wait for a reduction of this runtime.
         """
         self.finish_failed()
+        self.stepping.check("fully_shard")
         for unit in self.units:
             if unit.has_left_over():
                 raise ValueError(
@@ -318,6 +333,7 @@ class Runtime:
     def before_step(self) -> None:
         """What an optimizer calls first: `finish`, and let go what a step writes in place."""
         self.finish()
+        self.stepping.check("step")
         for unit in self.units:
             if not unit.is_sharded() and unit.is_placed():
                 unit.free()

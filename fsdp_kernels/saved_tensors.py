@@ -30,10 +30,21 @@ _PackPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 class _SavedView:
     """A view of a full buffer: bucket, geometry, and the versions that it was saved under."""
 
-    __slots__ = ("bucket", "dtype", "index", "leaf_version", "offset", "size", "stride", "version")
+    __slots__ = (
+        "bucket",
+        "dtype",
+        "index",
+        "leaf_version",
+        "offset",
+        "size",
+        "stride",
+        "version",
+        "wanted",
+    )
 
     def __init__(self, bucket: Bucket, view: Tensor) -> None:
         self.bucket = bucket
+        self.wanted = bucket.wanted
         self.dtype = view.dtype
         self.size = view.size()
         self.stride = view.stride()

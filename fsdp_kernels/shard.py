@@ -104,6 +104,7 @@ class ShardedModule:
         for unit in self.units:
             unit.runtime.recover()
             for bucket in unit.buckets:
+                bucket.grads.check_there()
                 if set_to_none:
                     bucket.drop_grads()
                 else:

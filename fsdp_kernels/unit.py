@@ -59,6 +59,8 @@ class Unit:
         last_arrival: Gather clock when the last of them came; -1 before any.
         issued: Whether the present backward has issued the reduction.
         late: Whether a gradient came after that.
+        inner: Whether a gradient came from a backward inside the present one.
+        stepped: Whether the present backward has stepped the unit.
         deadline: Gather clock at which all ranks issue the reduction; -1 before they have agreed.
         has_pending: Whether a backward under `no_sync` left gradients that are still to be reduced;
             the same on every rank, whichever parameters each of them used.
@@ -82,6 +84,7 @@ class Unit:
         self.arrived = 0
         self.late = False
         self.issued = False
+        self.inner = self.stepped = False
         self.last_arrival = -1
         self.deadline = -1
         self._reducing = False
@@ -299,7 +302,7 @@ class Unit:
         """Forget what arrived in the last backward."""
         self.arrived = 0
         self.last_arrival = -1
-        self.late = self.issued = False
+        self.late = self.issued = self.inner = self.stepped = False
         for bucket in self.buckets:
             bucket.grads.arrived = [False] * len(bucket.leaves)
 

@@ -205,6 +205,36 @@ def check_reduce_scatter(comm: Comm, device: str) -> None:
             assert torch.equal(shard.cpu(), own), f"{dtype}, {numel} elements"
             assert same_bytes(mine, fulls[comm.rank]), "a reduction wrote to the full buffer"
     _check_rounding(comm, device)
+    _check_peers(comm, device)
+
+
+def _check_peers(comm: Comm, device: str) -> None:
+    """Where a ticket lends the ranks' memory, it is what they gave; a wait then sums nothing."""
+    numel = 37
+    comm.prepare_reductions(comm.world * numel * 4)
+    tickets, shards = [], []
+    for number in range(2):
+        fulls = [
+            small_integers(comm.world * numel, torch.float32, 7 * number + rank)
+            for rank in range(comm.world)
+        ]
+        label = f"fk.reduce[layers.{number}/0]"
+        mine = comm.grads_buffer(comm.world * numel, torch.float32, label=label)
+        mine = torch.empty(comm.world * numel, device=device) if mine is None else mine
+        mine.copy_(fulls[comm.rank])
+        shards.append(poisoned(numel, torch.float32, device))
+        tickets.append(comm.reduce_scatter(shards[-1], mine, label=label))
+    own = slice(comm.rank * numel, (comm.rank + 1) * numel)
+    peers = tickets[1].peers()
+    if peers is not None:
+        assert [peer.tolist() for peer in peers] == [full[own].tolist() for full in fulls]
+        assert tickets[1].peers() is peers
+    before = shards[1].clone()
+    for ticket in tickets:
+        ticket.wait()
+    if peers is None:
+        before = torch.stack(fulls).sum(0)[own]
+    assert same_bytes(shards[1].cpu(), before.cpu())
 
 
 def _check_rounding(comm: Comm, device: str) -> None:

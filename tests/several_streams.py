@@ -98,6 +98,16 @@ class Fan(Net):
         return self.head(torch.stack(join(made, cuda, home)).sum(0))
 
 
+def stepped(stage: Stage, factory: Callable[[], nn.Module], streams: int) -> None:
+    """Steps in backward, on whichever stream backward has come to."""
+    stage.shard(factory, overlap=True)
+    _give_streams(stage, streams)
+    for _ in range(4):
+        stage.forward_backward()
+        stage.cuda.go(stage.cuda.ambient, stage.cuda.current)
+        stage.step()
+
+
 def fan(stage: Stage) -> None:
     """Gradients left over by some blocks; others' then take memory that was freed elsewhere."""
     stage.shard(Fan)
@@ -178,7 +188,7 @@ class Ending(Net):
         return self.head(x)
 
 
-def ending(stage: Stage) -> None:
+def ending(stage: Stage, overlap: bool = False) -> None:
     """Others' reductions are waited for on a stream that autograd has no reason to wait for."""
 
     def made() -> Net:
@@ -186,7 +196,8 @@ def ending(stage: Stage) -> None:
         model.blocks[1].requires_grad_(False)
         return model
 
-    stage.shard(made, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), prefetch=0)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    stage.shard(made, mp_policy=policy, prefetch=0, overlap=overlap)
     stage.model.cuda, stage.model.aside = stage.cuda, stage.cuda.stream()
     stage.train(3)
 
@@ -212,8 +223,16 @@ SEVERAL: dict[str, Scenario] = {
     "two streams at once, no prefetch": partial(parallel, prefetch=0),
     "two streams at once, uneven": partial(parallel, prefetch=0, factory=UnevenParallel),
     "three streams at once, left over": fan,
+    "steps in backward on two streams": partial(
+        stepped, factory=partial(Spread, depth=6), streams=2
+    ),
+    "steps in backward on three streams": partial(
+        stepped, factory=partial(Spread, depth=6), streams=3
+    ),
+    "steps in backward on two streams at once": partial(stepped, factory=Parallel, streams=2),
     "layers of a unit on two streams": partial(split, block=Split),
     "branches of a unit on two streams": partial(split, block=Forked),
     "a branch that ends on its own stream": ending,
+    "steps in backward, in a branch that ends": partial(ending, overlap=True),
     "loop and step on other streams": elsewhere,
 }

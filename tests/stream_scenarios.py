@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from models import Block, Net, Routed
@@ -221,6 +222,19 @@ def routed(stage: Stage) -> None:
         stage.step()
 
 
+def overlapped(stage: Stage, prefetch: int, **kwargs: Any) -> None:
+    """Steps in backward, one of which fails half-way."""
+    stage.shard(partial(Failing, depth=5), overlap=True, prefetch=prefetch, **kwargs)
+    stage.train(3)
+    stage.model.fail_in = "backward"
+    with suppress(ArithmeticError):
+        stage.forward_backward()
+    stage.cuda.rest()
+    stage.model.fail_in = ""
+    stage.optimizer.accept_failed_backward()
+    stage.train(2)
+
+
 SCENARIOS: dict[str, Scenario] = {
     **{f"plain, prefetch {n}": partial(plain, prefetch=n) for n in (0, 1, 2, 9)},
     "accumulate": accumulate,
@@ -238,5 +252,9 @@ SCENARIOS: dict[str, Scenario] = {
     "uneven": uneven,
     "several buckets": several_dtypes,
     "routed": routed,
+    **{f"steps in backward, prefetch {n}": partial(overlapped, prefetch=n) for n in (0, 1)},
+    "steps in backward, cast": partial(
+        overlapped, prefetch=1, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    ),
     **SEVERAL,
 }

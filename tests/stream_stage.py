@@ -31,7 +31,8 @@ class Stage:
         self.optimizer: Any = None
 
     def shard(self, factory: Callable[[], nn.Module] = Net, **kwargs: Any) -> None:
-        """Build, shard and get an optimizer that clips."""
+        """Build, shard and get an optimizer that clips, or one that steps in backward."""
+        overlap = kwargs.pop("overlap", False)
         self.model = build(factory, kwargs.pop("dtype", None))
         fully_shard(self.model, **{"units": Block, "comm": self.comm, **kwargs})
         runtime = self.model.units[0].runtime
@@ -40,7 +41,8 @@ class Stage:
         for leaf in [leaf for bucket in runtime.buckets for leaf in bucket.leaves]:
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self.cuda.note_leaf)
-        self.optimizer = sharded_adamw(self.model.parameters(), max_grad_norm=1.0)
+        options = {"overlap_backward": True} if overlap else {"max_grad_norm": 1.0}
+        self.optimizer = sharded_adamw(self.model.parameters(), **options)
 
     def loss(self, *args: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         """Run a forward."""

@@ -78,9 +78,12 @@ LAYERS: dict[int, tuple[str, ...]] = {
     ),
     3: (
         "fsdp_kernels._adam_load",
+        "fsdp_kernels._adam_norm",
+        "fsdp_kernels._adam_overlap",
         "fsdp_kernels._adam_plan",
         "fsdp_kernels._adam_state",
         "fsdp_kernels.saved_tensors",
+        "fsdp_kernels.stepping",
         "fsdp_kernels.unit",
     ),
     4: (
@@ -154,6 +157,8 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.leaves",
         "fsdp_kernels.pool",
     ),
+    "fsdp_kernels._adam_norm": ("fsdp_kernels._adam_plan",),
+    "fsdp_kernels.stepping": ("fsdp_kernels.unit",),
     "fsdp_kernels._wrap": ("fsdp_kernels._unit_plan",),
     "fsdp_kernels.gathers": ("fsdp_kernels.reductions",),
     "fsdp_kernels.backward": ("fsdp_kernels.gathers", "fsdp_kernels.reductions"),

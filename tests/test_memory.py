@@ -47,14 +47,20 @@ def layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
 
 
-def step_peak(rank: int, world: int, prefetch: int, low: bool) -> None:
-    """Watch the first steps, in which everything that training holds is allocated."""
+def step_peak(
+    rank: int, world: int, prefetch: int, low: bool, overlap: bool = False
+) -> tuple[int, int]:
+    """Watch the first steps, in which everything that training holds is allocated.
+
+    Returns:
+        The highest and the last number of bytes.
+    """
     dtype = torch.bfloat16 if low else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = fully_shard(
         layers(), units=nn.Linear, prefetch=prefetch, mp_policy=policy, comm="process_group"
     )
-    optimizer = ShardedAdamW(model.parameters(), lr=1e-3)
+    optimizer = ShardedAdamW(model.parameters(), lr=1e-3, overlap_backward=overlap)
     x = torch.ones(BATCH, DIM)
 
     def steps() -> None:
@@ -79,9 +85,12 @@ def step_peak(rank: int, world: int, prefetch: int, low: bool) -> None:
     assert pools.params.peak_bytes == full_params
     assert pools.grads.peak_bytes == reduce_bucket
 
-    shard_grads = 4 * numel // world
+    # Steps in backward leave none; at its end, the last units' gradients come at once.
+    shard_grads = 4 * LAYER // world * (1 if overlap else DEPTH)
     reduced = LAYER * 4 // world  # a reduction's target where it cannot be the gradient itself
-    weight_grad = LAYER * dtype.itemsize  # what autograd hands over, before it is packed
+    weight_grad = (
+        LAYER * dtype.itemsize * (2 + prefetch if overlap else 1)
+    )  # what autograd hands over, before it is packed
     activations = 3 * (DEPTH + 2) * BATCH * DIM * 4
     slack = 64 * 1024
     # gloo copies what it moves: a buffer for each gather under way, and one for the reduction. Its
@@ -90,7 +99,9 @@ def step_peak(rank: int, world: int, prefetch: int, low: bool) -> None:
     steady = moments + shard_grads + full_params + reduce_bucket
     bound = steady + reduced + weight_grad + staging + activations + slack
     assert peak <= bound, f"{peak} bytes at the peak, {bound} allowed"
+    steady -= shard_grads if overlap else 0
     assert last <= steady + staging + slack, f"{last} bytes stay, {steady + staging} allowed"
+    return peak, last
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -100,6 +111,16 @@ def test_peak_bytes_of_shards_and_full_buckets(prefetch: int) -> None:
 
 def test_peak_bytes_with_low_precision_compute() -> None:
     run_ranks(step_peak, 3, 1, True)
+
+
+def test_peak_bytes_of_steps_in_backward() -> None:
+    """The shards of gradients are gone: nearly all of them at the peak, all at rest."""
+    at_end, in_backward = (
+        run_ranks(step_peak, 2, 0, False, overlap)[0] for overlap in (False, True)
+    )
+    shards = 4 * LAYER * DEPTH // 2
+    assert at_end[0] - in_backward[0] >= shards - 3 * LAYER * 4, (at_end, in_backward)
+    assert at_end[1] - in_backward[1] >= shards - 64 * 1024, (at_end, in_backward)
 
 
 def graph_holds_no_weights(rank: int, world: int) -> None:

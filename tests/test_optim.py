@@ -672,7 +672,7 @@ def test_states_that_do_not_fit_change_nothing() -> None:
         ({"weight_decay": float("nan")}, ValueError, "expected weight_decay of at least 0"),
         ({"lr": torch.ones(2)}, ValueError, "expected lr to be a number or a tensor of one"),
         ({"max_grad_norm": 0.0}, ValueError, "expected max_grad_norm above 0, got 0.0"),
-        ({"overlap_backward": True}, NotImplementedError, "not available yet"),
+        ({"overlap_backward": True, "max_grad_norm": 1.0}, ValueError, "expected no clipping"),
         ({"foreach": True}, TypeError, "foreach"),
         ({"fused": True}, TypeError, "fused"),
         ({"capturable": True}, TypeError, "capturable"),

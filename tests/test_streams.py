@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fsdp_kernels.comm.solo import SoloComm
 from fsdp_kernels.pool import Pool
+from fsdp_kernels.stepping import Stepping
 from fsdp_kernels.streams import CudaStreams, HostStreams
 
 
@@ -151,3 +155,15 @@ def test_a_slot_that_is_let_go_is_ordered_too() -> None:
         _ = [pool.take("b", 64) for _ in range(9)]
     assert alias.numel() == 2
     assert cuda.calls == ["record on other", "compute waits for other"]
+
+
+def test_a_step_waits_for_the_streams_that_units_were_freed_on() -> None:
+    cuda, streams = fake()
+    stepping = Stepping([], SoloComm(), streams)
+    stepping.active = True
+    stepping.freed()
+    cuda.current = cuda.stream("other")
+    unit: Any = SimpleNamespace(stepped=False, buckets=[])
+    stepping._step(unit)
+    assert unit.stepped
+    assert cuda.calls == ["record on compute", "other waits for compute"]

@@ -107,6 +107,12 @@ def test_sharded_ddp_and_one_process_agree(text: Path, tmp_path: Path) -> None:
     kept, losses = train(tmp_path, *arguments, "--strategy", "zero1", "--comm", "process_group")
     torch.testing.assert_close(torch.tensor(losses), expected, rtol=2e-6, atol=0)
     assert kept["rank_bytes"] == kept["rank_bytes_planned"]
+    arguments += ["--accumulate", "1", "--max-grad-norm", "none"]
+    _, at_end = train(tmp_path, *arguments)
+    overlapped, in_backward = train(tmp_path, *arguments, "--overlap-backward")
+    assert in_backward == at_end
+    assert overlapped["rank_bytes"] == overlapped["rank_bytes_planned"]
+    assert overlapped["rank_bytes"]["grads"] == 0
     # Half of each, and padding: every bucket's shards are multiples of 128 bytes.
     for kind in ("params", "moments", "grads"):
         assert ddp["rank_bytes"][kind] / 2 <= sharded["rank_bytes"][kind]
@@ -127,6 +133,8 @@ def test_mistakes_are_answered_with_sentences(
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="--baseline none: expected one process, got 2"):
         check(parse(["--baseline", "none"]))
+    with pytest.raises(ValueError, match="--overlap-backward: expected a sharded model and one"):
+        check(parse(["--overlap-backward", "--accumulate", "2"]))
     with pytest.raises(ValueError, match="--trace: expected a sharded model, got --baseline"):
         check(parse(["--baseline", "ddp", "--trace", "x"]))
     with pytest.raises(ValueError, match="expected a multiple of 2 processes x 3 micro-batches"):

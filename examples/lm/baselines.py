@@ -20,14 +20,15 @@ from lm.report import KINDS, storage_bytes
 class ClippedAdamW(torch.optim.AdamW):
     """AdamW that clips the global gradient norm first, as `ShardedAdamW(max_grad_norm=…)` does."""
 
-    def __init__(self, params: Any, *, max_grad_norm: float, **options: Any) -> None:
+    def __init__(self, params: Any, *, max_grad_norm: float | None, **options: Any) -> None:
         super().__init__(params, fused=True, **options)
         self.max_grad_norm = max_grad_norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, then step."""
         params = [p for group in self.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(params, self.max_grad_norm)
         return super().step(closure)
 
 

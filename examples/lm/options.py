@@ -38,7 +38,8 @@ class Options:
     lr: float
     warmup: int
     weight_decay: float
-    max_grad_norm: float
+    max_grad_norm: float | None
+    overlap_backward: bool
     eval_every: int
     eval_bytes: int
     checkpoint_every: int
@@ -96,7 +97,18 @@ def parse(arguments: list[str] | None = None) -> Options:
     add("--lr", type=float, default=1e-3, help="highest learning rate")
     add("--warmup", type=int, default=50, help="steps until the highest learning rate")
     add("--weight-decay", type=float, default=0.1, help="of matrices; vectors have none")
-    add("--max-grad-norm", type=float, default=1.0, help="clip the global gradient norm to it")
+    add(
+        "--max-grad-norm",
+        type=norm,
+        default=1.0,
+        metavar="NORM",
+        help="clip the global gradient norm to it; 'none': no clipping",
+    )
+    add(
+        "--overlap-backward",
+        action="store_true",
+        help="step each block in backward, which leaves no gradients; needs --max-grad-norm none",
+    )
     add("--eval-every", type=positive, default=200, help="steps between tests on held-out files")
     add("--eval-bytes", type=positive, default=65536, help="held-out bytes of a test")
     add("--checkpoint-every", type=positive, default=500, help="steps between checkpoints")
@@ -111,6 +123,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
     return number
+
+
+def norm(text: str) -> float | None:
+    """Read a number, or 'none'."""
+    return None if text == "none" else float(text)
 
 
 def fast_dtype() -> str:

@@ -64,9 +64,12 @@ def comm_name(model: nn.Module) -> str:
     return str(buckets_of(model)[0].comm.name)
 
 
-def planned_bytes(model: Any, accumulate: int) -> dict[str, int]:
+def planned_bytes(model: Any, accumulate: int, overlap: bool = False) -> dict[str, int]:
     """Compute what a rank of a sharded model will hold, padding included, from its layout."""
-    return by_kind(planned(model, no_sync=accumulate > 1))
+    sizes = by_kind(planned(model, no_sync=accumulate > 1))
+    if overlap and not model.units[0].strategy.defers_grads:
+        sizes["grads"] = 0  # a step in backward has used them up
+    return sizes
 
 
 def shared_bytes(model: nn.Module) -> int:

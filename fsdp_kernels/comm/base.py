@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, NoReturn, Protocol, runtime_checkable
 
@@ -45,6 +46,17 @@ class Ticket(ABC):
             self._finish()
             if trace.recorders:
                 trace.moment("done", self.label)
+
+    def peers(self) -> Sequence[torch.Tensor] | None:
+        """Of a reduction, this rank's part of every rank's buffer instead of their sum.
+
+        For whoever sums them in a kernel that does more. They may be read until `wait`, which then
+        sums nothing: the target stays as it is.
+
+        Returns:
+            1-D [shard_numel] each, in rank order; or None: only `wait` gives the sum.
+        """
+        return None
 
     @abstractmethod
     def _finish(self) -> None:

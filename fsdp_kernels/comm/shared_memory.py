@@ -326,22 +326,26 @@ class _GradBuckets:
         self._posted.append(ticket)
         return ticket
 
-    def sum_into(self, shard: Tensor, label: str) -> None:
-        """Finish the oldest reduction that was posted."""
+    def lend(self, shard: Tensor, label: str) -> list[Tensor]:
+        """Return this rank's part of every rank's bucket, in the oldest reduction that was posted.
+
+        To be read until `consume`.
+        """
         try:
             slot = self._epochs.wait_posted(label)
         except RuntimeError as error:
+            self._posted.popleft()  # nothing can be summed then
             raise _of(error) from error
-        finally:
-            self._posted.popleft()  # also if it failed: nothing can be summed then
-        try:
-            ops.reduce(self._own_parts(slot, shard.numel(), shard.dtype), shard)
-        finally:
-            self._epochs.consume()
+        return self._own_parts(slot, shard.numel(), shard.dtype)
 
-    def sum_until(self, ticket: _SumTicket) -> None:
-        """Finish reductions in their order, up to one."""
-        while ticket in self._posted:
+    def consume(self) -> None:
+        """Say that this rank has read what it wants of the oldest reduction."""
+        self._posted.popleft()
+        self._epochs.consume()
+
+    def sum_before(self, ticket: _SumTicket) -> None:
+        """Finish the reductions that were posted before one."""
+        while ticket in self._posted and self._posted[0] is not ticket:
             self._posted[0].sum()
 
     def _buckets(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -386,21 +390,38 @@ class _Waiting(Ticket):
 class _SumTicket(Ticket):
     """A reduction: this rank's part is summed when it is waited on, or its memory is needed."""
 
-    __slots__ = ("_buckets", "_shard")
+    __slots__ = ("_buckets", "_peers", "_shard")
 
     def __init__(self, label: str, buckets: _GradBuckets, shard: Tensor) -> None:
         super().__init__(label)
         self._buckets = buckets
         self._shard: Tensor | None = shard
+        self._peers: list[Tensor] | None = None
+
+    def peers(self) -> Sequence[Tensor] | None:
+        """The ranks' buckets themselves, until `wait`; see `Ticket`."""
+        if self._shard is not None and self._peers is None:
+            self._buckets.sum_before(self)
+            self._peers = self._buckets.lend(self._shard, self.label)
+        return self._peers
 
     def _finish(self) -> None:
-        self._buckets.sum_until(self)
+        self._buckets.sum_before(self)
+        self.sum()
 
     def sum(self) -> None:
-        """Sum now."""
+        """Sum now, unless whoever has the peers did."""
         shard, self._shard = self._shard, None
-        if shard is not None:
-            self._buckets.sum_into(shard, self.label)
+        peers, self._peers = self._peers, None
+        if shard is None:
+            return
+        summed = peers is not None
+        peers = peers or self._buckets.lend(shard, self.label)
+        try:
+            if not summed:
+                ops.reduce(peers, shard)
+        finally:
+            self._buckets.consume()
 
 
 def _of(error: RuntimeError) -> RuntimeError:
