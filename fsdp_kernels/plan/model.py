@@ -122,8 +122,8 @@ def from_config(path: Path) -> Source:
         import transformers
     except ImportError as error:
         raise ValueError(
-            "--hf-config: expected transformers to be installed, got none. Run pip install "
-            "'fsdp-kernels[plan]', or give --params."
+            "--hf-config: expected transformers to be installed, got none. Run "
+            "pip install transformers, or give --params."
         ) from error
     if not path.is_file():
         raise ValueError(f"--hf-config: expected a file, got {str(path)!r}. Give a config.json.")

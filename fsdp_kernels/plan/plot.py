@@ -39,8 +39,8 @@ def plot(memories: Sequence[Memory], path: Path, title: str) -> None:
         import matplotlib
     except ImportError as error:
         raise ValueError(
-            "--plot: expected matplotlib to be installed, got none. Run pip install "
-            "'fsdp-kernels[plan]', or leave --plot out."
+            "--plot: expected matplotlib to be installed, got none. Run "
+            "pip install matplotlib, or leave --plot out."
         ) from error
     matplotlib.use("agg")
     from matplotlib import pyplot
