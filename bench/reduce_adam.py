@@ -14,18 +14,15 @@ import ctypes
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import rows
 import torch
+from counts import count
+from tails import STATE, Coefficients, adamw, clip_factor
 from torch import Tensor
 
 from fsdp_kernels import ops
-from triton_ops import COEF_COLUMNS, AdamShard, FragmentTable
-
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.1
-STATE = 3 * 2 * 4  # bytes an element: master and both moments, read and written
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+from triton_ops import AdamShard, FragmentTable
 
 
 @dataclass(frozen=True)
@@ -58,23 +55,18 @@ class Ours:
         self.sum = None if self.clip is None else torch.empty_like(self.master)
         moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.shard = AdamShard(self.sum, self.master, *moments, params=self.copies[0])
-        hyper = [[LR, *BETAS, EPS, WEIGHT_DECAY]]
-        self.hyper = torch.tensor(hyper, dtype=torch.float64, device=device)
-        self.step = torch.zeros(1, device=device)
-        self.used = torch.ones(1, dtype=torch.bool, device=device)
-        self.coefs = torch.empty(1, COEF_COLUMNS, dtype=torch.float64, device=device)
+        self.coefs = Coefficients(device)
         self.mean = torch.full((1,), 1 / len(self.peers), dtype=torch.float64, device=device)
 
     def __call__(self) -> None:
-        ops.adam_coefs(self.hyper, self.step, self.used, None, self.coefs, decoupled=True)
-        peers, factor = self.peers, self.mean
+        coefs, peers, factor = self.coefs(), self.peers, self.mean
         if self.sum is not None and self.clip is not None:
             found = ops.reduce(peers, self.sum, table=self.table)
             assert found is not None
             norm = found[:1].sqrt() * self.mean
-            factor = (self.clip / (norm + 1e-6)).clamp_max(1.0) * self.mean
+            factor = clip_factor(norm, self.clip) * self.mean
             peers = [self.sum]  # the second phase: the sum is the only rank's
-        ops.reduce_adam(peers, self.shard, self.table, self.coefs, factor, publish=self.copies[1:])
+        ops.reduce_adam(peers, self.shard, self.table, coefs, factor, publish=self.copies[1:])
 
 
 class Torch:
@@ -85,9 +77,7 @@ class Torch:
         self.master = problem.master.clone()
         self.sum = torch.empty_like(self.master)
         self.copies = [torch.empty_like(self.peers[0]) for _ in range(problem.copies)]
-        self.optimizer = torch.optim.AdamW(
-            [self.master], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.optimizer = adamw(self.master, fused=True)
 
     def __call__(self) -> None:
         self.sum.copy_(self.peers[0])
@@ -96,7 +86,7 @@ class Torch:
         self.sum.mul_(1 / len(self.peers))
         if self.clip is not None:
             norm = torch.linalg.vector_norm(self.sum)
-            self.sum.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
+            self.sum.mul_(clip_factor(norm, self.clip))
         self.master.grad = self.sum
         self.optimizer.step()
         for copy in self.copies:
@@ -133,73 +123,53 @@ def check(problem: Problem) -> None:
     assert all(torch.equal(copy, exact) for copy in ours.copies), "a copy is not the master rounded"
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--numel", type=int, default=16 << 20, help="elements of the shard")
-    parser.add_argument("--world", type=int, default=2, help="ranks whose gradients are summed")
-    parser.add_argument("--copies", type=int, default=1, help="copies of the parameters written")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--clip", type=float, default=0.0, help="largest norm; 0: no clipping")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="gradients and copies")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--record", action="store_true", help="append to bench/results/")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    clock = rows.device_clock if args.device == "cuda" else None
-    print("environment")
-    found = rows.describe()
-
-    dtype = DTYPES[args.dtype]
+def draw(args: argparse.Namespace) -> Problem:
+    """Draw every rank's gradients and the parameters."""
+    dtype = rows.DTYPES[args.dtype]
     draws = (torch.randn(args.numel, device=args.device) for _ in range(args.world))
     peers = [shared(values.to(dtype)) for values in draws]
     master = torch.randn(args.numel, device=args.device)
-    problem = Problem(peers, master, args.copies, args.clip or None)
+    return Problem(peers, master, args.copies, args.clip or None)
+
+
+def main() -> None:
+    parser = rows.kernel_parser(__doc__, dtype="fp32", clip=0.0)
+    parser.add_argument("--world", type=int, default=2, help="ranks whose gradients are summed")
+    parser.add_argument("--copies", type=int, default=1, help="copies of the parameters written")
+    args = parser.parse_args()
+    session = rows.begin(args)
+    problem = draw(args)
     cost = minimal_bytes(problem)
-    ways = copiers(args.numel * cost, args.device)
-    first = rows.interleave(ways, 5, clock=clock)
+    nbytes = args.numel * cost
+    ways = copiers(nbytes, args.device)
+    first = rows.interleave(ways, 5, clock=session.clock)
     ceiling = min(ways, key=lambda name: statistics.median(first[name]))
     seconds = statistics.median(first[ceiling])
-    print(f"ceiling: {ceiling}, {args.numel * cost / seconds / 1e9:.1f} GB/s, read plus written")
+    print(f"ceiling: {ceiling}, {nbytes / seconds / 1e9:.1f} GB/s, read plus written")
     print(f"at it, ours takes {seconds * 1e3:.1f} ms for {cost} bytes an element", flush=True)
     check(problem)
 
-    sides: dict[str, Callable[[], object]] = {
-        "ours": Ours(problem),
-        "torch": Torch(problem),
-        **ways,
-    }
-    times = rows.interleave(sides, args.rounds, clock=clock)
+    makers: dict[str, Callable[[Problem], Callable[[], object]]] = {"ours": Ours, "torch": Torch}
+    counted = {}
+    for name, make in makers.items():
+        step = make(problem)
+        step()  # the first makes torch's state
+        counted[name] = count(step)
+    problems = [draw(args) for _ in range(rows.copies(nbytes, args.device))]
+    sides = {name: rows.Rotating([make(p) for p in problems]) for name, make in makers.items()}
+    times = rows.interleave({**sides, **ways}, args.rounds, clock=session.clock)
     best = min(ways, key=lambda name: statistics.median(times[name]))
-    names = ("numel", "world", "copies", "threads", "device", "clip", "dtype")
+    table = rows.report(times, counted, (best, nbytes), args.numel)
     result = {
-        **{name: getattr(args, name) for name in names},
+        **session.options("numel", "world", "copies", "threads", "clip", "dtype"),
         "bytes_per_parameter": cost,
         "ceiling": best,
-        "ceiling_gb_per_s": args.numel * cost / statistics.median(times[best]) / 1e9,
-        "share_of_copy": rows.ratio(times[best], times["ours"]),
-        "speedup": rows.ratio(times["torch"], times["ours"]),
-        "sides": report(times, best),
-        "environment": found,
+        "ceiling_gb_per_s": nbytes / table[best]["ms"] / 1e6,
+        "share_of_copy": table["ours"]["ceiling_share"],
+        "speedup": table["torch"]["ratio_to_ours"],
+        "sides": table,
     }
-    rows.finish("reduce_adam", result, record=args.record)
-
-
-def report(times: dict[str, list[float]], ceiling: str) -> dict[str, dict[str, Any]]:
-    """Print the table; return it. Ratios are medians over rounds of ratios within a round."""
-    print(f"{'':16}{'median':>10}{'x ours':>8}{'speed, % of copy':>18}")
-    table = {}
-    for name, taken in times.items():
-        ms = statistics.median(taken) * 1e3
-        ratio, share = rows.ratio(taken, times["ours"]), rows.ratio(times[ceiling], taken)
-        table[name] = {"ms": ms, "ratio_to_ours": ratio, "share_of_copy": share}
-        print(f"{name:16}{ms:>7.1f} ms{ratio:>8.2f}{share:>18.0%}")
-    return table
+    rows.finish("reduce_adam", session, result)
 
 
 if __name__ == "__main__":
