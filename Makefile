@@ -57,11 +57,15 @@ lint: $(BUILT)
 
 # In a short form; the rows that the README quotes come from the benches' own defaults.
 bench: $(BUILT)
-	$(BIN)/python bench/adam.py --rounds 7
-	$(BIN)/python bench/reduce_adam.py --rounds 7
-	$(BIN)/python bench/step.py --rounds 11
-	$(BIN)/python bench/step.py --rounds 11 --dtype bf16
-	$(BIN)/python bench/host.py --rounds 15
+	$(BIN)/fsdp-kernels bench adam --rounds 7
+	$(BIN)/fsdp-kernels bench reduce_adam --rounds 7
+	$(BIN)/fsdp-kernels bench pack --rounds 7
+	$(BIN)/fsdp-kernels bench norm --rounds 7
+	$(BIN)/fsdp-kernels bench collectives --rounds 7 --sizes 65536 16777216
+	$(BIN)/fsdp-kernels bench step --rounds 11
+	$(BIN)/fsdp-kernels bench step --rounds 11 --dtype bf16
+	$(BIN)/fsdp-kernels bench host --rounds 15
+	$(BIN)/fsdp-kernels bench memory
 
 # On a CUDA host, with the Python and torch that are there; offline, nothing is installed.
 gpu-check:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pack.py` and `norm.py` work on: the gradients of a transformer's block, and their bucket."""
+"""What `pack.py` and `norm.py` work on: gradients of a transformer's block, and their bucket."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ CUDA = ("-m", "gpu", "tests/test_cuda_kernels.py")
 SANITIZED = ("bench/gpu_small.py", "--device", "cuda")
 # Every tensor in an allocation of its own: past its end lies nothing that may be touched.
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-ADAM = ("bench/adam.py", "--device", "cuda", "--numel", str(1 << 28), "--rounds", "7")
+KERNEL = ("--device", "cuda", "--numel", str(1 << 28), "--rounds", "7")
+ADAM = ("bench/adam.py", *KERNEL)
 STEP = ("bench/step.py", "--device", "cuda", "--world", "1", "--rounds", "7", "--dtype", "bf16")
 STEP_SIZES = ("--dim", "1024", "--layers", "8", "--batch", "8", "--sequence", "512")
 
@@ -48,7 +49,8 @@ PARTS: list[Part] = [
     Tests("streams", 25, ("-m", "gpu", "tests/test_device_streams.py")),
     Tests("two ranks", 45, ("-m", "gpu", "tests/test_device_two_ranks.py"), may_skip=True),
     Tests("peer memory", 30, ("-m", "gpu", "tests/test_device_peer.py")),
-    Part("bench kernels", 20, ("bench/kernels.py", "--device", "cuda"), figures=True),
+    Part("bench pack", 10, ("bench/pack.py", *KERNEL), figures=True),
+    Part("bench norm", 10, ("bench/norm.py", *KERNEL), figures=True),
     Part("bench adam bf16", 20, (*ADAM, "--dtype", "bf16"), figures=True),
     Part("bench adam fp32", 15, (*ADAM, "--dtype", "fp32"), figures=True),
     Part("bench step", 25, (*STEP, *STEP_SIZES), figures=True),

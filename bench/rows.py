@@ -45,7 +45,14 @@ def parser(words: str | None, *, rounds: int) -> argparse.ArgumentParser:
     )
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     made.add_argument("--rounds", type=int, default=rounds, help="how often each side is timed")
-    made.add_argument("--record", action="store_true", help="append the row to bench/results/")
+    made.add_argument(
+        "--record",
+        type=Path,
+        nargs="?",
+        const=results(),
+        metavar="FOLDER",
+        help="append the row to a file there; bench/results/ by default",
+    )
     return made
 
 
@@ -235,7 +242,10 @@ def report(
             "launches": count.launches or None,
         }
         table[side] = row
-        print(f"{side:24}{row['ms']:>7.2f} ms{row['spread']:>8.0%}{row['ratio_to_ours']:>8.2f}", end="")
+        print(
+            f"{side:24}{row['ms']:>7.2f} ms{row['spread']:>8.0%}{row['ratio_to_ours']:>8.2f}",
+            end="",
+        )
         print(f"{row['bytes_per_parameter']:>9.1f}{row['ceiling_share']:>14.0%}", end="")
         print(f"{row['launches'] or '':>10}")
     return table
@@ -251,8 +261,8 @@ def finish(bench: str, session: Session, result: dict[str, Any]) -> None:
         "environment": session.environment,
     }
     line = json.dumps(row)
-    if session.args.record:
-        results().mkdir(parents=True, exist_ok=True)
-        with (results() / f"{bench}.jsonl").open("a") as rows:
+    if (folder := session.args.record) is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{bench}.jsonl").open("a") as rows:
             rows.write(line + "\n")
     print(line, flush=True)

@@ -5,40 +5,43 @@ A step is forward, backward, clipping, optimizer and zero_grad of a small transf
 start from the same weights, see the same data, and must agree on the losses before they are timed.
 "Unsharded" trains on a rank's own part of the data with nobody to talk to: what is left is the
 price of the other ranks. On CPU the ranks talk over gloo, and "ours" over shared memory too; on
-CUDA over NCCL, a device for each. Without clipping, one side steps in backward.
+CUDA over NCCL, a device for each. DeepSpeed and Megatron-FSDP take part where they are installed.
+Without clipping, one side steps in backward.
+Several values of --clip and --world make a row each. "Tail" is clipping and the optimizer's step.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
+import others
 import ranks
 import rows
 import torch
 import torch.distributed as dist
-from workloads import MAX_NORM, OVERLAPPED, SHARED, Shape, Side, batch, build, mean, sides
+from counts import counting
+from workloads import OVERLAPPED, SHARED, STRATEGIES, Shape, Side, batch, build, makers, mean
 
 from fsdp_kernels import ProcessGroupComm
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-CHECKED_STEPS = 4
-OTHERS = {
-    "fsdp2": "FSDP2",
-    "fsdp2_fused": "FSDP2, fused AdamW",
-    "ddp": "DDP",
-    "ddp_fused": "DDP, fused AdamW",
-    "unsharded": "unsharded",
-    "unsharded_fused": "unsharded, fused AdamW",
-    "process_group": "ours",
-    "overlapped": OVERLAPPED,
+CHECKED_STEPS = 10
+KEYS = {
+    "FSDP2, fused AdamW": "fsdp2_fused",
+    "DDP, fused AdamW": "ddp_fused",
+    "unsharded, fused AdamW": "unsharded_fused",
+    "ours": "process_group",
+    OVERLAPPED: "overlapped",
 }
-"""Key in the last line, and side."""
+"""Side, and its key in the last line, where that is not the side's name in small letters."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,23 @@ def check(made: dict[str, Side], shape: Shape) -> dict[str, list[float]]:
 
 
 def count(side: Side, tokens: torch.Tensor) -> dict[str, Any]:
-    """Count what one step sends through torch; NCCL that we call ourselves is not seen."""
-    with ranks.TrafficCounter() as counter:
-        side.step(tokens)
+    """Count what one step sends through torch, launches, and moves in its tail.
+
+    NCCL that we call ourselves is not seen.
+    """
+    with ranks.TrafficCounter() as counter, counting() as passes:
+        side.accumulate(tokens)
+    with counter, counting() as tail:
+        side.finish()
+    side.optimizer.zero_grad()
     traffic = counter.traffic
     return {
         "collectives": traffic.collectives.total(),
         "by_operator": dict(traffic.collectives),
         "sent_mb": traffic.sent_bytes / 1e6,
+        "launches": passes.launches + tail.launches,
+        "tail_launches": tail.launches,
+        "tail_bytes": tail.nbytes,
     }
 
 
@@ -100,11 +112,12 @@ def bandwidths(made: dict[str, Transfer], seconds: dict[str, list[float]]) -> di
     return {name: one.nbytes / statistics.median(seconds[name]) for name, one in made.items()}
 
 
-def measure(
-    rank: int, world: int, shape: Shape, rounds: int, wanted: Callable[[str], bool]
-) -> dict[str, Any]:
+def measure(rank: int, world: int, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
     """Do everything that takes all ranks; rank 0 prints the ceiling first."""
-    clock = rows.device_clock if shape.device == "cuda" else None
+    if args.pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    clock = rows.clock(shape.device)
     moved = transfers(shape)
     runs = {name: one.run for name, one in moved.items()}
     first = bandwidths(moved, ranks.interleave(runs, 10, clock))
@@ -114,12 +127,13 @@ def measure(
             f"gather {first['gather'] / 1e9:.2f} GB/s sent by a rank",
             flush=True,
         )
-    made = sides(shape, rank, world, wanted)
+    every = makers(shape, rank, world) | others.makers(shape, rank, world)
+    made = {name: make() for name, make in every.items() if is_wanted(args.sides, name)}
     losses = check(made, shape)
     tokens = batch(shape, CHECKED_STEPS, [rank])
     traffic = {name: count(side, tokens) for name, side in made.items()}
     steps = {name: partial(side.step, tokens) for name, side in made.items()}
-    seconds = ranks.interleave({**steps, **runs}, rounds, clock)
+    seconds = ranks.interleave({**steps, **runs}, args.rounds, clock)
     return {
         "ceiling": bandwidths(moved, seconds),
         "losses": losses,
@@ -128,38 +142,46 @@ def measure(
     }
 
 
-def tabulate(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def tabulate(measured: dict[str, Any], numel: int) -> dict[str, dict[str, Any]]:
     """Print the table and return it."""
     seconds, traffic = measured["seconds"], measured["traffic"]
     bandwidth = measured["ceiling"]["gather"]
-    print(f"{'':22}{'median':>11}{'x ours':>8}{'collectives':>13}{'MB sent':>9}{'at ceiling':>12}")
+    print(
+        f"{'':32}{'median':>11}{'spread':>8}{'x ours':>8}{'collectives':>13}{'MB sent':>9}", end=""
+    )
+    print(f"{'at ceiling':>12}{'launches':>10}{'tail':>6}{'tail B/param':>14}")
     table = {}
     for name, times in seconds.items():
-        sent = traffic[name]["sent_mb"]
+        counted = traffic[name]
+        sent = counted["sent_mb"]
         median, to_ours = statistics.median(times), rows.ratio(times, seconds["ours"])
         least = sent * 1e6 / bandwidth if sent else 0.0
         table[name] = {
             "ms": median * 1e3,
+            "spread": rows.spread(times),
             "ratio_to_ours": to_ours,
-            **traffic[name],
+            **counted,
+            "tail_bytes_per_parameter": counted["tail_bytes"] / numel,
             "sending_at_ceiling_ms": least * 1e3,
         }
-        row = f"{name:22}{median * 1e3:>8.1f} ms{to_ours:>8.2f}"
-        print(row + f"{traffic[name]['collectives']:>13}{sent:>9.1f}{least * 1e3:>9.1f} ms")
+        row = f"{name:32}{median * 1e3:>8.1f} ms{rows.spread(times):>8.0%}{to_ours:>8.2f}"
+        row += f"{counted['collectives']:>13}{sent:>9.1f}{least * 1e3:>9.1f} ms"
+        row += f"{counted['launches']:>10}{counted['tail_launches']:>6}"
+        print(row + f"{counted['tail_bytes'] / numel:>14.1f}")
     return table
 
 
-def over_shared_memory(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Print and return how many times as long as ours over shared memory every other side takes."""
-    if SHARED not in seconds:
+def ratios(seconds: dict[str, list[float]], base: str) -> dict[str, float]:
+    """Print and return how many times as long as one side every other side takes."""
+    if base not in seconds:
         return {}
-    ratios = {
-        key: rows.ratio(seconds[name], seconds[SHARED])
-        for key, name in OTHERS.items()
-        if name in seconds
+    found = {
+        KEYS.get(name) or re.sub(r"\W+", "_", name.lower()): rows.ratio(times, seconds[base])
+        for name, times in seconds.items()
+        if name != base
     }
-    print(f"over {SHARED}:", ", ".join(f"{key} {value:.2f}" for key, value in ratios.items()))
-    return ratios
+    print(f"over {base}:", ", ".join(f"{key} {value:.2f}" for key, value in found.items()))
+    return found
 
 
 def is_wanted(names: list[str] | None, side: str) -> bool:
@@ -167,47 +189,63 @@ def is_wanted(names: list[str] | None, side: str) -> bool:
     return names is None or side in ("ours", SHARED, OVERLAPPED, "unsharded", *names)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", type=int, default=2)
+def limit(words: str) -> float | None:
+    """Read a value of ``--clip``."""
+    return None if words == "none" else float(words)
+
+
+def parse() -> argparse.Namespace:
+    parser = rows.parser(__doc__, rounds=25)
+    parser.add_argument("--world", type=int, nargs="+", default=[2], help="numbers of ranks")
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4, help="sequences a rank and step")
     parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of computation")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--no-clip", action="store_true", help="do not clip gradients")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of computation")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["zero3"])
+    parser.add_argument(
+        "--clip", type=limit, nargs="+", default=[1.0], help="largest norms; none: no clipping"
+    )
     parser.add_argument("--sides", nargs="+", metavar="SIDE", help="beside ours and unsharded")
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--record", action="store_true", help="append to bench/results/")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    print("environment")
-    found = rows.describe()
+    parser.add_argument("--pin", action="store_true", help="each rank to one core, in turn")
+    return parser.parse_args()
+
+
+def run(session: rows.Session, world: int, max_norm: float | None) -> None:
+    """Measure one world with one kind of clipping, and finish its row."""
+    args = session.args
     sizes = args.dim, args.layers, args.batch, args.sequence
-    shape = Shape(*sizes, DTYPES[args.dtype], args.device, None if args.no_clip else MAX_NORM)
-    wanted = partial(is_wanted, args.sides)
-    measured = ranks.run(measure, args.world, shape, args.rounds, wanted, device=args.device)[0]
+    dtype = rows.DTYPES[args.dtype]
+    strategies = tuple(dict.fromkeys(("zero3", *args.strategies)))  # zero3 is what others are to
+    shape = Shape(*sizes, dtype, args.device, max_norm, strategies)
+    numel = sum(p.numel() for p in build(shape).parameters())
+    print(f"\n{world} ranks, {numel / 1e6:.1f} M parameters, clip {max_norm}", flush=True)
+    measured = ranks.run(measure, world, shape, args, device=args.device)[0]
     print(f"losses agree: {', '.join(f'{loss:.4f}' for loss in measured['losses']['ours'])}")
-    table = tabulate(measured)
+    table = tabulate(measured, numel)
+    found = ratios(measured["seconds"], "ours")
     result = {
-        **{key: getattr(args, key) for key in ("world", "dim", "layers", "batch", "sequence")},
-        "dtype": args.dtype,
-        "device": args.device,
-        "rounds": args.rounds,
+        **session.options("dim", "layers", "batch", "sequence", "dtype", "pin"),
+        "world": world,
+        "clip": max_norm,
+        "parameters": numel,
         "ceiling_gb_per_s": {name: value / 1e9 for name, value in measured["ceiling"].items()},
         "losses": measured["losses"],
-        "clip": not args.no_clip,
-        **{
-            f"speedup_over_{key}": table[name]["ratio_to_ours"]
-            for key, name in OTHERS.items()
-            if name in table
-        },
-        "shared_memory": over_shared_memory(measured["seconds"]),
+        **{f"speedup_over_{key}": value for key, value in found.items()},
+        "shared_memory": ratios(measured["seconds"], SHARED),
         "sides": table,
-        "environment": found,
+        "skipped": others.missing(args.device),
     }
-    rows.finish("step", result, record=args.record)
+    rows.finish("step", session, result)
+
+
+def main() -> None:
+    args = parse()
+    session = rows.begin(args)
+    for name, reason in others.missing(args.device).items():
+        print(f"skipped: {name}: {reason}")
+    for world, max_norm in product(args.world, args.clip):
+        run(session, world, max_norm)
 
 
 if __name__ == "__main__":

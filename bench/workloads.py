@@ -22,6 +22,7 @@ from fsdp_kernels import _ext
 VOCABULARY = 256
 ADAMW: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 MAX_NORM = 1.0
+STRATEGIES = ("zero3", "zero2", "zero1", "replicate")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Shape:
 
     Attributes:
         max_norm: What gradients are clipped to; None: they are not.
+        strategies: Those of ours that take part.
     """
 
     dim: int
@@ -39,6 +41,7 @@ class Shape:
     dtype: torch.dtype
     device: str = "cpu"
     max_norm: float | None = MAX_NORM
+    strategies: tuple[str, ...] = ("zero3",)
 
 
 class Block(nn.Module):
@@ -111,65 +114,96 @@ class Side:
 
     def step(self, tokens: Tensor) -> Tensor:
         """Take one training step and return the loss."""
+        loss = self.accumulate(tokens)
+        self.finish()
+        self.optimizer.zero_grad()
+        return loss
+
+    def accumulate(self, tokens: Tensor) -> Tensor:
+        """Do the forward and the backward; return the loss."""
         with torch.autocast(tokens.device.type, self.autocast, enabled=self.autocast is not None):
             loss = self.model(tokens)
         loss.backward()
+        taken: Tensor = loss.detach()
+        return taken
+
+    def finish(self) -> None:
+        """Clip and step."""
         if self.clip is not None:
             self.clip()
         self.optimizer.step()
-        self.optimizer.zero_grad()
-        taken: Tensor = loss.detach()
-        return taken
 
 
 SHARED = "ours, shared memory"
 OVERLAPPED = "ours, shared memory, overlapped"
 
 
+def makers(shape: Shape, rank: int, world: int) -> dict[str, Callable[[], Side]]:
+    """Return what makes each side, all from the same initial weights; ranks make them together."""
+    low = None if shape.dtype == torch.float32 else shape.dtype
+    every = list(range(world))
+    fsdp2 = partial(_fsdp2, shape, _policy(shape), rank, world)
+
+    def plain(*, fused: bool, ddp: bool) -> Side:
+        model: nn.Module = build(shape)
+        model = nn.parallel.DistributedDataParallel(model) if ddp else model
+        form = {"fused": True} if fused else {"foreach": True}
+        return _plain(shape, model, [rank] if ddp else every, low, **form)
+
+    made: dict[str, Callable[[], Side]] = {}
+    for strategy in shape.strategies:
+        name = "ours" if strategy == "zero3" else f"ours, {strategy}"
+        for words, comm in _backends(shape.device).items():
+            made[name + words] = partial(_ours, shape, rank, comm, strategy)
+    if SHARED in made and shape.max_norm is None:  # the norm is known after the last gradient only
+        made[OVERLAPPED] = partial(_ours, shape, rank, "shared_memory", "zero3", overlap=True)
+    default = next(iter(_backends(shape.device).values()))
+    made |= {
+        "ours, torch AdamW": partial(_ours, shape, rank, default, "zero3", fused=False),
+        "FSDP2": partial(fsdp2, foreach=True),
+        "FSDP2, fused AdamW": partial(fsdp2, fused=True),
+        "DDP": partial(plain, fused=False, ddp=True),
+        "DDP, fused AdamW": partial(plain, fused=True, ddp=True),
+        "unsharded": partial(plain, fused=False, ddp=False),
+        "unsharded, fused AdamW": partial(plain, fused=True, ddp=False),
+    }
+    return made
+
+
 def sides(
     shape: Shape, rank: int, world: int, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Side]:
-    """Make the sides that are wanted, all from the same initial weights."""
+    """Make the sides that are wanted."""
+    return {name: make() for name, make in makers(shape, rank, world).items() if wanted(name)}
+
+
+def _backends(device: str) -> dict[str, str | None]:
+    """Name our backends, by what a side's name says of them; the first is the peers' own."""
+    if device == "cuda":
+        return {"": None, ", process group": "process_group"}
+    shared = {", shared memory": "shared_memory"} if _ext.cpu() is not None else {}
+    return {"": "process_group", **shared}
+
+
+def _policy(shape: Shape) -> MixedPrecisionPolicy:
     low = None if shape.dtype == torch.float32 else shape.dtype
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
-    every = list(range(world))
-    name = "process_group" if shape.device == "cpu" else None
-    ours = partial(_ours, shape, policy, rank)
-    fsdp2 = partial(_fsdp2, shape, policy, rank, world)
-
-    def ddp() -> nn.Module:
-        return nn.parallel.DistributedDataParallel(build(shape))
-
-    made: dict[str, Callable[[], Side]] = {
-        "ours": lambda: ours(name, fused=True),
-        "ours, torch AdamW": lambda: ours(name, fused=False),
-        "FSDP2": lambda: fsdp2(foreach=True),
-        "FSDP2, fused AdamW": lambda: fsdp2(fused=True),
-        "DDP": lambda: _plain(shape, ddp(), [rank], low, foreach=True),
-        "DDP, fused AdamW": lambda: _plain(shape, ddp(), [rank], low, fused=True),
-        "unsharded": lambda: _plain(shape, build(shape), every, low, foreach=True),
-        "unsharded, fused AdamW": lambda: _plain(shape, build(shape), every, low, fused=True),
-    }
-    if shape.device == "cpu" and _ext.cpu() is not None:
-        made[SHARED] = lambda: ours("shared_memory", fused=True)
-        if shape.max_norm is None:  # the norm is known after the last gradient only
-            made[OVERLAPPED] = lambda: ours("shared_memory", fused=True, overlap=True)
-    return {name: make() for name, make in made.items() if wanted(name)}
+    return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low and torch.float32)
 
 
 def _ours(
     shape: Shape,
-    policy: MixedPrecisionPolicy,
     rank: int,
     comm: str | None,
+    strategy: str,
     *,
-    fused: bool,
+    fused: bool = True,
     overlap: bool = False,
 ) -> Side:
-    model: Any = fsdp_kernels.fully_shard(build(shape), units=Block, mp_policy=policy, comm=comm)
+    options: dict[str, Any] = {"mp_policy": _policy(shape), "comm": comm, "strategy": strategy}
+    model: Any = fsdp_kernels.fully_shard(build(shape), units=Block, **options)
     if fused:
-        options = {"max_grad_norm": shape.max_norm, "overlap_backward": overlap}
-        ours = fsdp_kernels.ShardedAdamW(model.parameters(), **options, **ADAMW)
+        tail = {"max_grad_norm": shape.max_norm, "overlap_backward": overlap}
+        ours = fsdp_kernels.ShardedAdamW(model.parameters(), **tail, **ADAMW)
         return Side(model, ours, None, [rank])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **ADAMW)
     clip = None if shape.max_norm is None else partial(model.clip_grad_norm_, shape.max_norm)

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 NAMES = ("adam", "reduce_adam", "pack", "norm", "collectives", "step", "host", "memory", "plot")
 
 
-def add_command(parser: argparse.ArgumentParser) -> None:
-    """Take everything behind ``bench``: a bench has its own options."""
-    parser.add_argument("words", nargs=argparse.REMAINDER)
+def add_parser(commands: Any) -> None:
+    """Register the subcommand: what follows ``bench`` is the bench's name, and its own options."""
+    # No character begins an option of the subcommand's own: all words go to the bench.
+    parser = commands.add_parser(
+        "bench", add_help=False, prefix_chars="\0", help="measure something; no name: the list"
+    )
+    parser.add_argument("words", nargs="*", metavar="NAME [options]")
     parser.set_defaults(run=lambda args: run(args.words))
 
 

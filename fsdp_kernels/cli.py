@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fsdp-kernels env``, ``fsdp-kernels plan``."""
+"""The command line: ``fsdp-kernels env``, ``fsdp-kernels plan``, ``fsdp-kernels bench``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp_kernels import _benches
 from fsdp_kernels._environment import environment
 from fsdp_kernels.plan import command as plan
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     env.add_argument("--json", action="store_true", help="as one JSON object")
     env.set_defaults(run=_env)
     plan.add_parser(commands)
+    _benches.add_parser(commands)
     args = parser.parse_args(argv)
     return int(args.run(args))
 

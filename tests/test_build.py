@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_kernels import _environment, _ext
+from fsdp_kernels import _benches, _environment, _ext
 from fsdp_kernels._environment import environment
 from fsdp_kernels.cli import main
 
@@ -168,7 +168,7 @@ def test_a_wheel_holds_the_packages_and_the_modules(tmp_path: Path) -> None:
     pytest.importorskip("ninja", reason="the build tools are not installed")
     source = tmp_path / "source"
     source.mkdir()
-    names = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc"]
+    names = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "bench"]
     subprocess.run(["cp", "-r", *names, "fsdp_kernels", "triton_ops", source], cwd=ROOT, check=True)
     for built in source.rglob("*.so"):
         built.unlink()
@@ -182,6 +182,9 @@ def test_a_wheel_holds_the_packages_and_the_modules(tmp_path: Path) -> None:
     assert [name.split(".")[0] for name in modules] == ["fsdp_kernels/_cpu"]
     for name in ("fsdp_kernels/py.typed", "fsdp_kernels/comm/base.py", "triton_ops/reference.py"):
         assert name in inside
+    benches = {name.rpartition("/")[2] for name in inside if name.startswith("fsdp_kernels/bench/")}
+    assert {f"{name}.py" for name in _benches.NAMES} | {"rows.py", "counts.py"} <= benches
+    assert not any(name.endswith(".jsonl") for name in inside)
     assert not [name for name in inside if name.startswith(("tests/", "bench/", "csrc/"))]
 
 

@@ -103,6 +103,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.shard",
     ),
     6: (
+        "fsdp_kernels._benches",
         "fsdp_kernels.checkpoint",
         "fsdp_kernels.cli",
         "fsdp_kernels.plan",
@@ -191,7 +192,11 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.plan.program",
         "fsdp_kernels.plan.simulate",
     ),
-    "fsdp_kernels.cli": ("fsdp_kernels.plan", "fsdp_kernels.plan.command"),
+    "fsdp_kernels.cli": (
+        "fsdp_kernels._benches",
+        "fsdp_kernels.plan",
+        "fsdp_kernels.plan.command",
+    ),
     "fsdp_kernels.plan.command": (
         "fsdp_kernels.plan",
         "fsdp_kernels.plan.job",
