@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import ninja
 import pybind11
-from setuptools import Extension, find_packages, setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # No contraction: the kernels promise the reference's bits. No errno: it keeps sqrt from a vector.
@@ -157,11 +157,4 @@ if __name__ == "__main__":
     os.chdir(Path(__file__).resolve().parent)
     modules = extensions(found := find_cuda(os.environ))
     print("fsdp_kernels:", *(m.name for m in modules), "; CUDA parts:", found, flush=True)
-    # The benches are scripts beside the package in a source tree, and inside it in a wheel.
-    packages = find_packages(include=["fsdp_kernels", "fsdp_kernels.*", "triton_ops"])
-    setup(
-        packages=[*packages, "fsdp_kernels.bench"],
-        package_dir={"fsdp_kernels.bench": "bench"},
-        ext_modules=modules,
-        cmdclass={"build_ext": NinjaBuild},
-    )
+    setup(ext_modules=modules, cmdclass={"build_ext": NinjaBuild})

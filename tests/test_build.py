@@ -182,6 +182,8 @@ def test_a_wheel_holds_the_packages_and_the_modules(tmp_path: Path) -> None:
     assert [name.split(".")[0] for name in modules] == ["fsdp_kernels/_cpu"]
     for name in ("fsdp_kernels/py.typed", "fsdp_kernels/comm/base.py", "triton_ops/reference.py"):
         assert name in inside
+    tree = [path for name in ("fsdp_kernels", "triton_ops") for path in (ROOT / name).rglob("*.py")]
+    assert {str(path.relative_to(ROOT)) for path in tree} <= set(inside), "pyproject: packages"
     benches = {name.rpartition("/")[2] for name in inside if name.startswith("fsdp_kernels/bench/")}
     assert {f"{name}.py" for name in _benches.NAMES} | {"rows.py", "counts.py"} <= benches
     assert not any(name.endswith(".jsonl") for name in inside)
