@@ -114,7 +114,7 @@ class FlatState:
         adam: Callable[[AdamShard, Launch], None],
         grads: Tensor | None,
     ) -> None:
-        """Update the bucket's shard in place and publish it in the compute dtype.
+        """Update the bucket's shard in place, and in the compute dtype.
 
         Args:
             plan: The bucket and what to launch.
@@ -122,7 +122,8 @@ class FlatState:
             grads: The bucket's `shard_grads`; None where `adam` reads those of the ranks.
         """
         bucket = plan.bucket
-        bucket.wait_released()
+        if bucket.begin_step():
+            note(bucket, "cast", SHARD_MASTER, SHARD_PARAMS)
         self._follow_edits(bucket)
         master, params = self._master_and_params(bucket)
         for launch in plan.launches:
@@ -139,7 +140,7 @@ class FlatState:
         """Take over what the user wrote into the parameters since the last step."""
         if self.seen == bucket.version:
             return
-        own = bucket.shard_master
+        own = bucket.stepped_values
         if self.master is not None:
             # Only what was really edited: everything else keeps the bits below the parameter's.
             same = self.master.to(own.dtype) == own
@@ -150,7 +151,7 @@ class FlatState:
             note(bucket, "cast", SHARD_MASTER, SHARD_PARAMS)
 
     def _master_and_params(self, bucket: Bucket) -> tuple[Tensor, Tensor | None]:
-        own, compute = bucket.shard_master, bucket.shard_params
+        own, compute = bucket.stepped_values, bucket.shard_params
         if self.kind is Master.BUCKET:
             return own, None if compute is own else compute
         master = own.float() if self.master is None else self.master

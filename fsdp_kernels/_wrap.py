@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_kernels._unit_plan import Entry, Plan
-from fsdp_kernels.bucket import Bucket, Dtypes, Resources
+from fsdp_kernels.bucket import Bucket
+from fsdp_kernels.bucket_shards import Dtypes, Resources
 from fsdp_kernels.comm import pick
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable, Meeting
 from fsdp_kernels.comm._grid import Grid, connect

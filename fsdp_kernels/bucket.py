@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One bucket: the flat storage of a unit's parameters of one dtype and one `requires_grad`.
 
-The rank keeps `shard_master` (the parameter's own dtype, what the `FlatShard`s are views of) and
-`shard_params` (the compute dtype, what a gather sends; the same tensor where the dtypes are equal).
-Gathering fills a pool slot; the leaves that the forward reads (`leaves.py`) become views of it.
+The rank keeps its shard (`bucket_shards.py`). Gathering fills a pool slot from all ranks' shards;
+the leaves that the forward reads (`leaves.py`) become views of it.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
 from fsdp_kernels.accesses import (
@@ -27,42 +23,15 @@ from fsdp_kernels.accesses import (
     hold,
     note,
 )
-from fsdp_kernels.comm.base import Comm, DoneTicket, PlacedParams, Ticket
+from fsdp_kernels.bucket_shards import BucketShards, Dtypes, Resources
+from fsdp_kernels.comm.base import DoneTicket, PlacedParams, Ticket
 from fsdp_kernels.flat_shard import FlatShard, Geometry
 from fsdp_kernels.grads import BucketGrads
 from fsdp_kernels.layout import BucketLayout
 from fsdp_kernels.leaves import Leaves, Site
-from fsdp_kernels.pool import Pool, Slot
-from fsdp_kernels.streams import Streams, Users
+from fsdp_kernels.pool import Slot
+from fsdp_kernels.streams import Users
 from fsdp_kernels.trace import emit, label, span
-
-if TYPE_CHECKING:
-    from fsdp_kernels.runtime import Runtime
-    from fsdp_kernels.unit import Unit
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The dtypes of a bucket: the parameter's own, that of computation and that of reduction."""
-
-    own: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Smallest element size, which the layout's alignment must serve."""
-        return min(self.own.itemsize, self.compute.itemsize, self.reduce.itemsize)
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What the buckets of one root share."""
-
-    comm: Comm
-    streams: Streams
-    params: Pool
-    grads: Pool
 
 
 def _slot_of(placed: PlacedParams) -> Slot:
@@ -72,18 +41,10 @@ def _slot_of(placed: PlacedParams) -> Slot:
     return slot
 
 
-class Bucket:
+class Bucket(BucketShards):
     """The storage of one bucket, on one rank.
 
     Attributes:
-        layout: Geometry; all offsets come from it.
-        names: Fully qualified parameter names, in segment order.
-        dtypes: Own, compute and reduce dtype.
-        shard_master: 1-D [shard_numel], own dtype; lives on the current stream.
-        shard_params: 1-D [shard_numel], compute dtype; the same object as `shard_master` where the
-            dtypes are equal and nothing is placed.
-        placed: The full parameters' place in memory that all ranks share, or None. `shard_params`
-            then lies in it, so that whoever writes it must call `wait_released` first.
         full_params: 1-D [full_numel], compute dtype, while gathered; filled on the gather stream,
             owned by the pool.
         params: The registered `FlatShard`s, in segment order.
@@ -100,28 +61,12 @@ class Bucket:
         layout: BucketLayout,
         shapes: list[torch.Size],
         dtypes: Dtypes,
-        shard_master: Tensor,
+        shard: Tensor,
         resources: Resources,
     ) -> None:
-        self.layout = layout
+        super().__init__(layout, dtypes, shard, resources)
         self.shapes = shapes
-        self.dtypes = dtypes
-        self.resources = resources
-        self.names = [segment.name for segment in layout.segments]
-        self.index = 0
-        self.unit: Unit = None  # type: ignore[assignment]  # set by the unit, at once
-        self.shard_master = shard_master
-        self.shard_params = shard_master
-        nbytes = layout.full_numel * dtypes.compute.itemsize
-        self.placed = resources.comm.place_params(nbytes, shard_master.device)
-        self._home: Slot | None = None  # of `placed`
-        if self.placed is not None:
-            self._home = _slot_of(self.placed)
-            self.shard_params = self.placed.shard.view(dtypes.compute).copy_(shard_master)
-        elif dtypes.compute != dtypes.own:
-            self.shard_params = shard_master.to(dtypes.compute)
-        self._compute_version = shard_master._version
-        self._steps = 0
+        self._home = None if self.placed is None else _slot_of(self.placed)
         self.params: list[FlatShard] = []
         self.full_params: Tensor | None = None
         self.slot: Slot | None = None
@@ -132,50 +77,8 @@ class Bucket:
         self._kept: Slot | None = None
         self.wanted = object()
         self._unwanted = sys.getrefcount(self.wanted)
-        self.leaves = Leaves(shapes, dtypes.compute, shard_master.device)
+        self.leaves = Leaves(shapes, dtypes.compute, shard.device)
         self.grads = BucketGrads(self)
-
-    # -- names ------------------------------------------------------------------------------------
-
-    @property
-    def label(self) -> str:
-        """Unit path and bucket index, as in `layers.3/0`."""
-        return f"{self.unit.label}/{self.index}"
-
-    @property
-    def rank(self) -> int:
-        """This rank within the group."""
-        return self.resources.comm.rank
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks that share the bucket."""
-        return self.resources.comm
-
-    @property
-    def runtime(self) -> Runtime:
-        """The shared context of the root that the unit belongs to."""
-        return self.unit.runtime
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards live."""
-        return self.shard_master.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' own dtype."""
-        return self.dtypes.own
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the gathered parameters."""
-        return self.dtypes.compute
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are summed over the ranks."""
-        return self.dtypes.reduce
 
     def geometry(self, index: int) -> Geometry:
         """Where one parameter lies."""
@@ -196,47 +99,13 @@ class Bucket:
         for param in self.params:
             param.geometry.comm = resources.comm
 
-    # -- versions: who wrote the parameters last --------------------------------------------------
-
-    @property
-    def edit_version(self) -> int:
-        """Bumped by every in-place torch operation on `shard_master` or any alias of it."""
-        return self.shard_master._version
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Changes whenever the parameters' values may have changed: edits and optimizer steps."""
-        return self.shard_master._version, self._steps
-
-    def compute_written(self) -> None:
-        """The optimizer wrote `shard_params` beside `shard_master`: the compute copy is fresh."""
-        self._compute_version = self.shard_master._version
-
-    def compute_stale(self) -> None:
-        """`shard_master` was written behind torch's back: cast it again before the next gather."""
-        self._compute_version = -1
-
-    def stepped(self) -> None:
-        """An optimizer step changed the parameters: graphs made before must not be run backward."""
-        self._steps += 1
-
-    def edited(self) -> None:
-        """The master was written in a way that no version counter saw."""
-        increment_version(self.shard_master)
-
     # -- gather, wait, free -----------------------------------------------------------------------
 
     def gather(self) -> None:
         """Issue the gather into a pool slot; `wait()` makes the parameters readable."""
         layout, dtype, streams = self.layout, self.dtypes.compute, self.resources.streams
-        if (
-            self.shard_params is not self.shard_master
-            and self._compute_version != self.edit_version
-        ):
-            self.wait_released()
-            self.shard_params.copy_(self.shard_master)
+        if self.publish_edits():
             note(self, "cast", SHARD_MASTER, SHARD_PARAMS)
-            self._compute_version = self.edit_version
         name = label("gather", self.unit.name, self.index)
         if self._kept is not None:
             if self.has_kept():
@@ -280,11 +149,6 @@ class Bucket:
         self.placed.leave()
         self._home = _slot_of(self.placed)
         self.resources.params.warn_held(self.label)
-
-    def wait_released(self) -> None:
-        """Return once `shard_params` may be written: at once, unless peers read it in place."""
-        if self.placed is not None:
-            self.placed.wait_released(label=label("step", self.unit.name, self.index))
 
     def wait(self) -> None:
         """Make the current stream wait for the gather; show the modules the full parameters."""

@@ -187,7 +187,11 @@ class FlatShard(torch.Tensor):
         return self._owner is not None
 
     def to_local(self) -> Tensor:
-        """This rank's fragment, 1-D, an alias: in-place changes are what the next gather sends."""
+        """This rank's fragment, 1-D, an alias: in-place changes are what the next gather sends.
+
+        Always at one address. No other rank sees a change before that gather, or a step. NumPy's
+        changes bump no version counter: make one of torch's after them.
+        """
         return self._local
 
     def full_tensor(self) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fsdp_kernels import accesses, saved_tensors, trace
 from fsdp_kernels.backward import Backward
-from fsdp_kernels.bucket import Bucket, Resources
+from fsdp_kernels.bucket import Bucket
+from fsdp_kernels.bucket_shards import Resources
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.gathers import Gathers
 from fsdp_kernels.pool import Pool

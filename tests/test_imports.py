@@ -70,6 +70,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     2: (
         "fsdp_kernels._checkpoint_io",
         "fsdp_kernels.bucket",
+        "fsdp_kernels.bucket_shards",
         "fsdp_kernels.flat_ops",
         "fsdp_kernels.flat_shard",
         "fsdp_kernels.grads",
@@ -151,7 +152,9 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "triton_ops.reduce_adam": ("triton_ops._cast", "triton_ops.adam", "triton_ops.reduce"),
     "fsdp_kernels.grads": ("fsdp_kernels.flat_shard", "fsdp_kernels.pool"),
     "fsdp_kernels.leaves": ("fsdp_kernels.flat_shard",),
+    "fsdp_kernels.bucket_shards": ("fsdp_kernels.pool",),
     "fsdp_kernels.bucket": (
+        "fsdp_kernels.bucket_shards",
         "fsdp_kernels.flat_shard",
         "fsdp_kernels.grads",
         "fsdp_kernels.leaves",

@@ -26,7 +26,6 @@ from models import (
     full_params,
     mse,
     sharded_adamw,
-    storage_bytes,
     train,
 )
 from torch import Tensor, nn
@@ -298,42 +297,6 @@ def smaps_bytes(field: str) -> int:
     with open("/proc/self/smaps_rollup") as file:
         (line,) = [line for line in file if line.startswith(f"{field}:")]
     return int(line.split()[1]) * 1024
-
-
-DIM, DEPTH = 1024, 6
-
-
-def memory_at_rest(rank: int, world: int) -> tuple[int, int]:
-    """Proportional bytes of what is mapped, and private live bytes, after steps."""
-    model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
-    fully_shard(model, units=nn.Linear, comm="shared_memory")
-    optimizer = ShardedAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-    x = torch.ones(2, DIM)
-    for _ in range(2):
-        model(x).sum().backward()
-        optimizer.step()
-    dist.barrier()
-    mapped = smaps_bytes("Pss_Shmem")
-    states = [optimizer.state[p] for p in model.parameters()]
-    tensors = [p.to_local() for p in model.parameters()]
-    tensors += [p.grad.to_local() for p in model.parameters()]
-    tensors += [s[key].to_local() for s in states for key in ("exp_avg", "exp_avg_sq")]
-    private = storage_bytes(tensors)
-    pools = model.units[-1].buckets[0].resources
-    private += pools.params.allocated_bytes + pools.grads.allocated_bytes
-    dist.barrier()
-    return mapped, private
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_memory_at_rest(world: int) -> None:
-    found = run_ranks(memory_at_rest, world)
-    mapped, private = (sum(column) for column in zip(*found, strict=True))
-    numel = DIM * DIM * DEPTH
-    # Parameters twice: each rank's own shard, and one published whole for all.
-    slots = 2 * world * DIM * DIM * 4
-    assert private == 4 * numel * 4
-    assert mapped <= numel * 4 + slots + world * 512 * 1024
 
 
 def gone(rank: int, world: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_kernels.bucket import Dtypes
+from fsdp_kernels.bucket_shards import Dtypes
 from fsdp_kernels.plan.job import Job, PlannedBucket, PlannedUnit
 from fsdp_kernels.plan.memory import Memory, plan
 from fsdp_kernels.plan.model import widths_of
@@ -83,6 +83,8 @@ def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     own = [bucket for bucket in buckets if bucket.placed is None]
     shared = sum(b.placed.shard.numel() for b in buckets if b.placed is not None)
     params = [bucket.shard_params for bucket in own]
+    # A view of what ranks share costs nothing, once edits are published.
+    masters = [bucket.shard_master for bucket in buckets if bucket.master_view is None]
     moments = [
         value.to_local()
         for state in optimizer.state.values()
@@ -93,7 +95,7 @@ def measured_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     packed = buckets[0].comm.grads_nbytes if shared else 0
     return {
         "params": shared + storage_bytes(params),
-        "master": storage_bytes([bucket.shard_master for bucket in buckets], beside=params),
+        "master": storage_bytes(masters, beside=params),
         "moments": storage_bytes(moments),
         "grads": storage_bytes([b.shard_grads for b in buckets if b.shard_grads is not None]),
         "full_params": pools.params.peak_bytes,

@@ -81,6 +81,24 @@ class DoneTicket(Ticket):
         pass
 
 
+class CopyOnWrite(Protocol):
+    """Shared bytes, with what this rank writes to them kept to itself.
+
+    Attributes:
+        tensor: uint8 [nbytes]; always at the same address.
+    """
+
+    tensor: torch.Tensor
+
+    def revert(self) -> None:
+        """Forget what was written: the shared bytes show again."""
+        ...
+
+    def is_written(self) -> bool:
+        """Whether anything was written since `revert`."""
+        ...
+
+
 class PlacedParams(Protocol):
     """The full parameters of one bucket, in memory that all ranks share.
 
@@ -93,6 +111,10 @@ class PlacedParams(Protocol):
 
     full: torch.Tensor
     shard: torch.Tensor
+
+    def view_shard(self) -> CopyOnWrite:
+        """Show `shard` at another address, where this rank may write without a peer's seeing it."""
+        ...
 
     def gather(self, *, label: str) -> Ticket:
         """Publish this rank's shard; the ticket waits for everybody's."""

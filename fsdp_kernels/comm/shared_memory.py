@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_kernels import ops
-from fsdp_kernels.comm._arena import Arena
+from fsdp_kernels.comm._arena import Arena, PrivateView
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable
 from fsdp_kernels.comm.base import (
     Comm,
@@ -257,9 +257,14 @@ class _Placed:
         self._area = area = arena.allocate(nbytes)
         self._view = area.private_view(0, nbytes)
         self._epochs = arena.param_epochs()
-        part = nbytes // arena.world
         self.full = self._view.tensor
-        self.shard = area.tensor[arena.rank * part : (arena.rank + 1) * part]
+        part = nbytes // arena.world
+        self._start = arena.rank * part
+        self.shard = area.tensor[self._start : self._start + part]
+
+    def view_shard(self) -> PrivateView:
+        """Show `shard` at another address; what is written there no peer sees."""
+        return self._area.private_view(self._start, self.shard.numel())
 
     def gather(self, *, label: str) -> Ticket:
         """Say that this rank's shard is in place; the ticket waits for everybody's."""

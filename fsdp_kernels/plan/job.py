@@ -32,7 +32,6 @@ class Widths:
         reduce: What a reduction moves.
         master: The copy that the step writes, where it is not the one in the compute dtype; else 0.
         state: All that the optimizer remembers.
-        own: The parameter's own dtype. Over shared memory a rank keeps a copy in it in any case.
     """
 
     params: Fraction
@@ -40,7 +39,6 @@ class Widths:
     reduce: Fraction
     master: Fraction
     state: Fraction
-    own: Fraction
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,7 @@ class _Planner:
         figures = {
             "params": self._params(),
             "params_shard": self._beside(self.keeps_params, "params"),
-            "master": self._master(),
+            "master": self._sum("master", "master"),
             "grads": self._grads(),
             "grads_shard": self._beside(self.full_grads, "grads"),
             "optimizer": self._sum("state", "optimizer"),
@@ -215,11 +215,6 @@ class _Planner:
         if self.keeps_params:
             return self._full("params", "kept from step to step")
         return self._sum("params", "parameters")
-
-    def _master(self) -> Figure:
-        if self.shares:  # peers read the other copy in place
-            return self._shards(((b, b.widths.master or b.widths.own) for b in self.buckets), "")
-        return self._sum("master", "master")
 
     def _grads(self) -> Figure:
         if self.full_grads:

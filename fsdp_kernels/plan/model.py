@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_kernels._unit_plan import Entry, UnitSpec, check_kind, plan_units
 from fsdp_kernels._wrap import bucket_dtypes, bucket_groups
-from fsdp_kernels.bucket import Dtypes
+from fsdp_kernels.bucket_shards import Dtypes
 from fsdp_kernels.plan import saved
 from fsdp_kernels.plan.job import PlannedBucket, PlannedUnit, Widths
 from fsdp_kernels.plan.widths import Precision
@@ -298,7 +298,7 @@ def widths_of(dtypes: Dtypes, precision: Precision = _DEFAULT, *, trained: bool 
     own, compute, reduce = (NAMES.get(d) for d in (dtypes.own, dtypes.compute, dtypes.reduce))
     if own is None:  # whole numbers, which nobody trains
         none, nbytes = Fraction(0), Fraction(dtypes.own.itemsize)
-        return Widths(nbytes, none, none, none, none, nbytes)
+        return Widths(nbytes, none, none, none, none)
     return replace(precision, param=compute, reduce=reduce).widths(own, trained=trained)
 
 

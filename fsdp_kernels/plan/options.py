@@ -232,7 +232,7 @@ def _given_bytes(args: argparse.Namespace, widths: Widths, numel: int) -> Widths
         grads = reduce = Fraction(args.grads_bytes, numel)
     if args.optimizer_bytes is not None:
         master, state = Fraction(0), Fraction(args.optimizer_bytes, numel)
-    return Widths(widths.params, grads, reduce, master, state, widths.own)
+    return Widths(widths.params, grads, reduce, master, state)
 
 
 def with_activations(units: tuple[PlannedUnit, ...], nbytes: int) -> tuple[PlannedUnit, ...]:

@@ -56,7 +56,6 @@ class Precision:
             reduce=Fraction(DTYPE_BYTES[self.reduce or compute] * trained),
             master=Fraction(master),
             state=self._moments(state) * trained,
-            own=Fraction(DTYPE_BYTES[own]),
         )
 
     def _moments(self, nbytes: int) -> Fraction:
