@@ -33,16 +33,19 @@ class Counts:
         launches: Operators and kernels.
         nbytes: Read plus written.
         by_name: Launches by operator or kernel.
+        bytes_by_name: Bytes by operator or kernel.
     """
 
     launches: int = 0
     nbytes: int = 0
     by_name: Counter[str] = field(default_factory=Counter)
+    bytes_by_name: Counter[str] = field(default_factory=Counter)
 
     def add(self, name: str, nbytes: int) -> None:
         self.launches += 1
         self.nbytes += nbytes
         self.by_name[name] += 1
+        self.bytes_by_name[name] += nbytes
 
 
 @contextmanager

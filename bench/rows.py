@@ -41,7 +41,9 @@ def results() -> Path:
 def parser(words: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """Make the parser with the options that every bench has."""
     made = argparse.ArgumentParser(
-        description=words, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"fsdp-kernels bench {Path(sys.argv[0]).stem}",
+        description=words,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     made.add_argument("--rounds", type=int, default=rounds, help="how often each side is timed")

@@ -6,8 +6,10 @@ start from the same weights, see the same data, and must agree on the losses bef
 "Unsharded" trains on a rank's own part of the data with nobody to talk to: what is left is the
 price of the other ranks. On CPU the ranks talk over gloo, and "ours" over shared memory too; on
 CUDA over NCCL, a device for each. DeepSpeed and Megatron-FSDP take part where they are installed.
-Without clipping, one side steps in backward.
-Several values of --clip and --world make a row each. "Tail" is clipping and the optimizer's step.
+Without clipping, one side steps in backward. Several values of --clip and --world make a row each.
+
+"Tail" is clipping and the optimizer's step, wherever they run. Where one kernel sums the ranks'
+gradients and steps, the sum is in it.
 """
 
 from __future__ import annotations
@@ -80,13 +82,15 @@ def count(side: Side, tokens: torch.Tensor) -> dict[str, Any]:
         side.finish()
     side.optimizer.zero_grad()
     traffic = counter.traffic
+    # What steps in backward has its tail there.
+    early = ("adam_coefs", "adam", "reduce_adam")
     return {
         "collectives": traffic.collectives.total(),
         "by_operator": dict(traffic.collectives),
         "sent_mb": traffic.sent_bytes / 1e6,
         "launches": passes.launches + tail.launches,
-        "tail_launches": tail.launches,
-        "tail_bytes": tail.nbytes,
+        "tail_launches": tail.launches + sum(passes.by_name[name] for name in early),
+        "tail_bytes": tail.nbytes + sum(passes.bytes_by_name[name] for name in early),
     }
 
 

@@ -148,6 +148,8 @@ def test_a_step_is_counted_on_every_side(rows: dict[str, list[dict[str, Any]]]) 
     tails = {name: round(side["tail_bytes_per_parameter"]) for name, side in sides.items()}
     # Half of the parameters each, gradients in float32, a bf16 copy for the gathers.
     assert tails["ours"] == (4 + 24 + 2) / 2
+    # The sum of both ranks' gradients is in it, though it runs in backward.
+    assert tails["ours, shared memory, overlapped"] == (2 * 4 + 24 + 2) / 2
     assert tails["FSDP2, fused AdamW"] == (4 + 24) / 2
     assert tails["DDP, fused AdamW"] == tails["unsharded, fused AdamW"] == 4 + 24
     assert sides["ours"]["launches"] < sides["FSDP2, fused AdamW"]["launches"]
