@@ -23,7 +23,7 @@ from matplotlib.axes import Axes
 Row = dict[str, Any]
 Draw = Callable[[Axes, Row], None]
 OURS, OTHERS = "tab:blue", "tab:gray"
-WIDTH, TITLE = 11, 110  # inches; characters of the command
+WIDTH, TITLE = 11, 80  # inches; characters of the command
 
 
 def newest(file: Path) -> list[Row]:
@@ -118,7 +118,7 @@ def draw(bench: str, found: list[Row], output: Path) -> Path:
     )
     for one, row in zip(axes[:, 0], found, strict=True):
         DRAWN.get(bench, times)(one, row)
-        what = f", {row['world']} ranks, clip {row['clip']}" if bench == "step" else ""
+        what = f", {row['world']} ranks, clip {row.get('clip')}" if bench == "step" else ""
         one.set_title(f"{row['command'][:TITLE]}{what} ({row['date']})", fontsize="small")
     figure.tight_layout()
     path = output / f"{bench}.png"
