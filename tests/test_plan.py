@@ -184,6 +184,19 @@ def test_accumulating_without_reductions_keeps_full_gradients(
     assert found["reduce_bytes"] == 0
 
 
+def test_steps_in_backward_leave_one_units_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("--params", "8e9", "--unit-params", "1e9", "--world", "4", "--overlap-backward")
+    (found,) = run(capsys, *job)
+    assert (found["grads_bytes"], found["stepping_bytes"]) == (0, GB)
+    assert found["steady_bytes"] == (8 + 16) * GB
+    (deferred,) = run(capsys, *job, "--strategy", "zero1")  # whose reductions are the step's
+    assert (deferred["grads_shard_bytes"], deferred["stepping_bytes"]) == (8 * GB, 0)
+    assert main(["plan", *job, "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "stepping     1 GB = units.7 1 GB, at 'reduce units.7'" in text
+    assert "0 B = each unit's go with its step in backward" in text
+
+
 def test_every_figure_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SEVENTY, "--world", "8", "--explain"]) == 0
     text = capsys.readouterr().out
@@ -238,6 +251,9 @@ def test_a_model_from_a_function(capsys: pytest.CaptureFixture[str]) -> None:
         ("--params 7e9 --strategy ddp --shard 4", "expected a strategy that shards, got ddp"),
         ("--params 7e9 --strategy ddp --offload optimizer", "Use --strategy zero3, or leave"),
         ("--params 7e9 --strategy zero2 --offload params", "expected zero3 or hybrid, got zero2"),
+        ("--params 7e9 --strategy ddp --overlap-backward", "fully_shard, got ddp"),
+        ("--params 7e9 --no-sync --overlap-backward", "expected a reduction in every backward"),
+        ("--params 7e9 --time --overlap-backward", "expected a plan of memory, got --time"),
         ("--params 7e9 --batch 1", "expected --batch and --sequence together"),
         ("--params 7e9 --unit-params 8e9", "expected from 1 to the model's 7,000,000,000"),
         ("--params 7e9 --unit-params 1000", "expected at most 10,000 units, got 7,000,000"),

@@ -24,11 +24,13 @@ from test_strategy_costs import live_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_kernels import MixedPrecisionPolicy, ShardedAdamW, fully_shard
+from fsdp_kernels import MixedPrecisionPolicy, ShardedAdamW, fully_shard, record_schedule
 from fsdp_kernels.plan.job import Job
 from fsdp_kernels.plan.memory import Memory, plan
-from fsdp_kernels.plan.model import Cut, Source, from_config, planned_units
+from fsdp_kernels.plan.model import Cut, planned_units
+from fsdp_kernels.plan.sources import Source, from_config
 from fsdp_kernels.plan.widths import Precision
+from fsdp_kernels.trace import Schedule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
@@ -81,34 +83,50 @@ def train(job: Job, build: Callable[[], nn.Module], forward: Any, low: bool, **s
     model = build()
     block = type(next(m for m in model.modules() if isinstance(m, nn.ModuleList))[0])
     fully_shard(model, units=block, mp_policy=policy(low), comm="process_group", **shard)
-    optimizer = ShardedAdamW(model.parameters(), lr=1e-3)
+    overlap = job.overlap_backward
+    optimizer = ShardedAdamW(model.parameters(), lr=1e-3, overlap_backward=overlap)
     held: list[torch.Tensor] = []
     for _ in range(3):
         optimizer.zero_grad()
         held.clear()
         gc.collect()  # not in the middle of what is measured
         _, kept = peak_bytes(lambda: held.append(forward(model)))
-        held[0].backward()
+        with record_schedule() as schedule:
+            held[0].backward()
         optimizer.step()
     memory = plan(job, dist.get_world_size())
     assert report.by_kind(memory) == report.measured_bytes(model, optimizer)
+    if overlap:
+        assert most_held(schedule, "shard_grads") == memory.nbytes("stepping") > 0
+        assert most_held(schedule, "leaf_grads") == memory.nbytes("autograd")
     ends = [m.activation for m in memory.passing.moments if m.what == "forward root"]
     assert kept == pytest.approx(ends[-1], rel=0.05 if job.recompute else 0.01)
     return model, optimizer, memory
+
+
+def most_held(schedule: Schedule, kind: str) -> int:
+    """The most bytes of one kind that were in use at once."""
+    now = most = 0
+    for moment in schedule.moments:
+        if moment.label.startswith(f"{kind}[") and moment.kind in ("hold", "drop"):
+            now += moment.nbytes if moment.kind == "hold" else -moment.nbytes
+            most = max(most, now)
+    assert now == 0
+    return most
 
 
 def run_gpt(model: nn.Module) -> torch.Tensor:
     return model(tokens(BATCH, SEQUENCE), tokens(BATCH, SEQUENCE))
 
 
-def everything_alive(rank: int, world: int, job: Job) -> None:
+def everything_alive(rank: int, world: int, job: Job, low: bool) -> None:
     """All that the process holds beside what it held before, whatever it is for."""
     before = live_bytes()
     mesh = init_device_mesh("cpu", (2, 2)) if job.strategy == "hybrid" else None
     name = "zero3" if job.strategy == "hybrid" else job.strategy
     # Without a broadcast: gloo's threads may hold what they sent for as long as they like.
     alone = {"mesh": mesh, "sync_module_states": False}
-    _kept = train(job, gpt, run_gpt, False, strategy=name, **alone)
+    _kept = train(job, gpt, run_gpt, low, strategy=name, **alone)
     memory: Memory = _kept[2]
     planned = memory.steady + memory.nbytes("gather") + memory.nbytes("reduce")
     if job.shards:  # gloo, unlike NCCL, keeps a buffer to receive other ranks' gradients in
@@ -118,17 +136,28 @@ def everything_alive(rank: int, world: int, job: Job) -> None:
 
 
 # In processes of its own each: what a model before it left with gloo's thread may go at any time.
+@pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "replicate", "hybrid"])
-def test_everything_that_a_rank_holds(strategy: str) -> None:
-    job = jobs(gpt_source(), low=False)
+def test_everything_that_a_rank_holds(strategy: str, low: bool) -> None:
+    job = jobs(gpt_source(), low)
     world, shard = (4, 2) if strategy == "hybrid" else (2, None)
-    run_ranks(everything_alive, world, job.change(strategy=strategy, shard=shard))
+    run_ranks(everything_alive, world, job.change(strategy=strategy, shard=shard), low)
 
 
 def low_precision_on_two(rank: int, world: int, job: Job) -> None:
     for strategy in ("zero3", "zero2", "zero1", "replicate"):
         train(job.change(strategy=strategy), gpt, run_gpt, True, strategy=strategy)
     train(job.change(recompute=True), lambda: gpt(recompute=True), run_gpt, True)
+
+
+def steps_in_backward_on_two(rank: int, world: int, job: Job) -> None:
+    for strategy in ("zero3", "replicate"):
+        train(job.change(strategy=strategy), gpt, run_gpt, False, strategy=strategy)
+
+
+def test_steps_in_backward() -> None:
+    job = jobs(gpt_source(), low=False).change(overlap_backward=True)
+    run_ranks(steps_in_backward_on_two, 2, job)
 
 
 def test_low_precision_and_activation_checkpointing() -> None:

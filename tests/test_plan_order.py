@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ class Checkpointed(nn.Module):
 def recorded(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
     """What the runtime does in each of four steps, the first of which learn."""
     options = dict(options)
+    overlap = options.pop("overlap_backward", False)
     block = Checkpointed if options.pop("checkpointed", False) else Block
     micro_batches = options.pop("micro_batches", 1)
     no_sync = options.pop("no_sync", False)
@@ -45,7 +47,8 @@ def recorded(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
         options["mesh"] = init_device_mesh("cpu", (2, world // 2))
     model = build(partial(Net, depth=DEPTH, block=block))
     fully_shard(model, units=block, comm="process_group", **options)
-    optimizer = sharded_adamw(model.parameters(), max_grad_norm=1.0)
+    tail_of = {"overlap_backward": True} if overlap else {"max_grad_norm": 1.0}
+    optimizer = sharded_adamw(model.parameters(), **tail_of)
     steps = []
     for step in range(4):
         with record_schedule() as schedule:
@@ -55,10 +58,11 @@ def recorded(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
             optimizer.step()
             optimizer.zero_grad()
         # The step is no event; its ranges are in the order of the moments.
+        ranges = STEPPING if overlap else ("norm", "step")
         tail = [
             moment.label.removeprefix("fk.").replace("[", " ").rstrip("]")
             for moment in schedule.moments
-            if moment.kind == "begin" and verb_of(moment.label) in ("norm", "step")
+            if moment.kind == "begin" and verb_of(moment.label) in ranges
         ]
         steps.append([*schedule.lines(), *tail])
     return steps
@@ -70,13 +74,21 @@ def line(op: Op) -> str:
 
 
 SHOWN = ("gather", "wait", "free", "reduce", "norm", "step")
+STEPPING = ("gather", "reduce", "step")  # ranges, which show where steps in backward come
 
 
-def simulated(mesh: Mesh, micro_batches: int) -> list[list[str]]:
-    host = Host(PIECES, mesh.policy())
-    return [[line(op) for op in host.step(micro_batches) if op.verb in SHOWN] for _ in range(4)]
+def simulated(mesh: Mesh, options: dict[str, Any]) -> list[list[str]]:
+    overlap = options.get("overlap_backward", False)
+    host = Host(PIECES, replace(mesh.policy(), overlaps=overlap, clips=not overlap))
+    steps = []
+    for _ in range(4):
+        ops = host.step(options.get("micro_batches", 1))
+        shown = [line(op) for op in ops if op.verb in SHOWN and not (overlap and op.verb == "step")]
+        steps.append(shown + [line(op) for op in ops if overlap and op.verb in STEPPING])
+    return steps
 
 
+OVERLAP = {"overlap_backward": True}
 CASES: list[tuple[dict[str, Any], Mesh]] = [
     *(({"prefetch": n}, Mesh(2, 2, prefetch=n)) for n in (0, 1, 2)),
     ({"strategy": "zero2"}, Mesh(2, 2, "zero2")),
@@ -84,6 +96,10 @@ CASES: list[tuple[dict[str, Any], Mesh]] = [
     ({"strategy": "zero1", "micro_batches": 2}, Mesh(2, 2, "zero1")),
     ({"strategy": "replicate", "prefetch": 2}, Mesh(2, 1, "replicate", prefetch=2)),
     ({"checkpointed": True}, Mesh(2, 2)),
+    *(({"prefetch": n, **OVERLAP}, Mesh(2, 2, prefetch=n)) for n in (0, 1, 2)),
+    ({"strategy": "zero2", **OVERLAP}, Mesh(2, 2, "zero2")),
+    ({"strategy": "replicate", **OVERLAP}, Mesh(2, 1, "replicate")),
+    ({"hybrid": True, **OVERLAP}, Mesh(4, 2)),
     ({"hybrid": True}, Mesh(4, 2)),
     ({"micro_batches": 2}, Mesh(2, 2)),
     ({"micro_batches": 3, "no_sync": True}, Mesh(2, 2, no_sync=True)),
@@ -99,7 +115,7 @@ def test_the_simulated_order_is_the_recorded_one(world: int) -> None:
     cases = [case for case in CASES if case[1].world == world]
     for rank, found in enumerate(run_ranks(recorded_cases, world)):
         for (options, mesh), steps in zip(cases, found, strict=True):
-            wanted = simulated(mesh, options.get("micro_batches", 1))
+            wanted = simulated(mesh, options)
             for step, (got, want) in enumerate(zip(steps, wanted, strict=True)):
                 assert got == want, f"{options}: step {step} of rank {rank}"
 

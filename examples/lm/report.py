@@ -66,10 +66,7 @@ def comm_name(model: nn.Module) -> str:
 
 def planned_bytes(model: Any, accumulate: int, overlap: bool = False) -> dict[str, int]:
     """Compute what a rank of a sharded model will hold, padding included, from its layout."""
-    sizes = by_kind(planned(model, no_sync=accumulate > 1))
-    if overlap and not model.units[0].strategy.defers_grads:
-        sizes["grads"] = 0  # a step in backward has used them up
-    return sizes
+    return by_kind(planned(model, no_sync=accumulate > 1, overlap_backward=overlap))
 
 
 def shared_bytes(model: nn.Module) -> int:

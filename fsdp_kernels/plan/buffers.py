@@ -33,6 +33,7 @@ class UnitBytes:
         autograd: Its gradients as autograd leaves them.
         forward: What its forward leaves for backward.
         inner: What backward computes again, while it is there.
+        stepping: The rank's shard of its gradients, where it lives from reduction to step only.
     """
 
     name: str
@@ -41,6 +42,7 @@ class UnitBytes:
     autograd: int
     forward: int
     inner: int
+    stepping: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Moment:
         gathered: Full parameters in use, by unit.
         reducing: Full gradients in use.
         unpacked: Gradients as autograd left them.
+        stepping: Shards of gradients that wait for their step in backward.
         activation: Bytes of activations.
     """
 
@@ -59,6 +62,7 @@ class Moment:
     gathered: dict[str, int]
     reducing: dict[str, int]
     unpacked: dict[str, int]
+    stepping: dict[str, int]
     activation: int
 
     @property
@@ -75,6 +79,11 @@ class Moment:
     def autograd(self) -> int:
         """Bytes of gradients that were not packed yet."""
         return sum(self.unpacked.values())
+
+    @property
+    def together(self) -> int:
+        """Bytes of all that is allocated anew: activations, and gradients outside of pools."""
+        return self.activation + self.autograd + sum(self.stepping.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +103,7 @@ class Passing:
     @property
     def highest(self) -> Moment:
         """When there are most activations and gradients together."""
-        return max(self.moments, key=lambda m: m.activation + m.autograd)
+        return max(self.moments, key=lambda moment: moment.together)
 
 
 def pieces(units: int) -> tuple[Piece, ...]:
@@ -140,6 +149,7 @@ class _Walk:
         self._gathered: dict[int, list[Slot]] = {}
         self._reducing: dict[int, list[Slot]] = {}
         self._unpacked: dict[str, int] = {}
+        self._stepping: dict[str, int] = {}
         self._kept = 0
         self._last = {piece.unit: number for number, piece in enumerate(order)}
         self.moments: list[Moment] = []
@@ -161,6 +171,7 @@ class _Walk:
                 {self._units[unit].name: sum(self._units[unit].gather) for unit in self._gathered},
                 {self._units[unit].name: sum(self._units[unit].reduce) for unit in self._reducing},
                 dict(self._unpacked),
+                dict(self._stepping),
                 self._kept + extra,
             )
         )
@@ -196,6 +207,15 @@ class _Walk:
             self._reducing[op.unit] = [self.grads.take(unit.name, n) for n in unit.reduce if n]
         self._note(op)
         self._unpacked.pop(unit.name, None)
+
+    def _reduce(self, op: Op) -> None:
+        unit = self._units[op.unit]
+        if unit.stepping:
+            self._stepping[unit.name] = unit.stepping
+            self._note(op)
+
+    def _step(self, op: Op) -> None:
+        self._stepping.pop(self._units[op.unit].name, None)
 
     def _finish(self, op: Op) -> None:
         for slot in self._reducing.pop(op.unit, []):

@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         if args.time:
+            _check_timed(args)
             time_command.run(args, options.jobs(args))
             return 0
         _check_untimed(args)
@@ -48,6 +49,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     _show(args, found)
     return 0
+
+
+def _check_timed(args: argparse.Namespace) -> None:
+    if args.overlap_backward:
+        raise ValueError(
+            "--overlap-backward: expected a plan of memory, got --time, which simulates steps "
+            "after backward. Leave one of them out."
+        )
 
 
 def _check_untimed(args: argparse.Namespace) -> None:

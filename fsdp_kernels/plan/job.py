@@ -119,6 +119,7 @@ class Job:
         shard: Ranks of a shard group; None: all. Beyond a group, replicas.
         prefetch: Units gathered ahead.
         no_sync: Whether micro-batches accumulate in full on each rank before a reduction.
+        overlap_backward: Whether units are stepped in backward: `ShardedAdamW`'s option.
         recompute: Activation checkpointing of each unit.
         offload: What lies in host memory between its uses.
         shared_memory: Whether ranks of one host share the full parameters (`SharedMemoryComm`).
@@ -134,6 +135,7 @@ class Job:
     shard: int | None = None
     prefetch: int = 1
     no_sync: bool = False
+    overlap_backward: bool = False
     recompute: bool = False
     offload: frozenset[Offload] = frozenset()
     shared_memory: bool = False
@@ -158,6 +160,7 @@ class Job:
             )
         self._check_offload()
         self._check_shard()
+        self._check_overlap()
 
     def _check_offload(self) -> None:
         if self.offload and self.strategy in ("dp", "ddp"):
@@ -184,6 +187,20 @@ class Job:
                 f"--shard: expected at least 1 rank, got {self.shard}. Give the GPUs of a host."
             )
 
+    def _check_overlap(self) -> None:
+        if not self.overlap_backward:
+            return
+        if self.strategy in ("dp", "ddp"):
+            raise ValueError(
+                f"--overlap-backward: expected a strategy of fully_shard, got {self.strategy}, "
+                "which steps after backward. Use --strategy replicate, or leave it out."
+            )
+        if self.no_sync:
+            raise ValueError(
+                "--overlap-backward: expected a reduction in every backward, got --no-sync, which "
+                "accumulates over several. Leave one of them out."
+            )
+
     @property
     def numel(self) -> int:
         """All parameters."""
@@ -208,6 +225,11 @@ class Job:
     def defers_grads(self) -> bool:
         """Whether full gradients stay until the step."""
         return self.shards and self._ours.defers_grads
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether gradients go as soon as they are reduced; what defers them steps as ever."""
+        return self.overlap_backward and not self.defers_grads
 
     @property
     def _ours(self) -> Strategy:

@@ -13,12 +13,13 @@ from fractions import Fraction
 from math import ceil
 
 from fsdp_kernels.plan.buffers import Moment, Passing, UnitBytes, passing
+from fsdp_kernels.plan.formulas import Figure, activation_terms, counted, padding, pool, units
 from fsdp_kernels.plan.job import Job, PlannedBucket, PlannedUnit
 from fsdp_kernels.plan.program import Policy
-from fsdp_kernels.plan.sizes import show_bytes, show_count, show_width
+from fsdp_kernels.plan.sizes import show_bytes, show_count
 
 STEADY = ("params", "params_shard", "master", "grads", "grads_shard", "optimizer")
-PASSING = ("gather", "reduce", "autograd", "activation")
+PASSING = ("gather", "reduce", "autograd", "stepping", "activation")
 
 KINDS = {
     "params": "parameters, in the dtype of computation",
@@ -30,26 +31,9 @@ KINDS = {
     "gather": "full buckets of gathered parameters",
     "reduce": "full buckets of gradients under reduction",
     "autograd": "a unit's gradients before they are packed",
+    "stepping": "shards of gradients until their step in backward",
     "activation": "activations",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number of bytes, and how it came about.
-
-    Attributes:
-        exact: The bytes of one rank; a fraction where parameters are divided as on paper.
-        formula: The same with its terms.
-    """
-
-    exact: Fraction | int
-    formula: str
-
-    @property
-    def nbytes(self) -> int:
-        """Whole bytes."""
-        return ceil(self.exact)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +69,7 @@ class Memory:
 
     @property
     def highest(self) -> Moment:
-        """When activations and gradients that were not packed yet are most together."""
+        """When activations and gradients outside of pools are most together."""
         return self.passing.highest
 
     @property
@@ -96,7 +80,7 @@ class Memory:
         """
         moment = self.highest
         flat = self._sum((*STEADY, "gather", "reduce"))
-        return ceil(flat) + moment.activation + moment.autograd + self.job.reserve_bytes
+        return ceil(flat) + moment.together + self.job.reserve_bytes
 
     def _sum(self, kinds: Iterable[str]) -> Fraction | int:
         return sum(self.figures[kind].exact for kind in kinds)
@@ -173,6 +157,7 @@ class _Planner:
             "gather": self._gather(),
             "reduce": self._reduce(),
             "autograd": self._autograd(),
+            "stepping": self._stepping(),
             "activation": self._activation(),
         }
         kept = dict(figures)
@@ -204,12 +189,12 @@ class _Planner:
     def _full(self, width: str, what: str) -> Figure:
         held = [(b, getattr(b.widths, width)) for b in self.buckets if getattr(b.widths, width)]
         total = sum(b.full_numel(self.shard) * w for b, w in held)
-        return Figure(total, f"{_counted(held)}, in full{_padding(held, self.shard)} ({what})")
+        return Figure(total, f"{counted(held)}, in full{padding(held, self.shard)} ({what})")
 
     def _total(self, held: list[tuple[PlannedBucket, Fraction]], shard: int, what: str) -> Figure:
         total = sum(bucket.shard_numel(shard) * width for bucket, width in held)
         over = f" / {shard} ranks" if shard > 1 else ""
-        return Figure(total, f"{_counted(held)}{over}{_padding(held, shard)}")
+        return Figure(total, f"{counted(held)}{over}{padding(held, shard)}")
 
     def _params(self) -> Figure:
         if self.keeps_params:
@@ -219,6 +204,8 @@ class _Planner:
     def _grads(self) -> Figure:
         if self.full_grads:
             return self._full("reduce", "kept until the step")
+        if self.job.steps_in_backward:
+            return Figure(0, "each unit's go with its step in backward")
         return self._sum("grads", "gradients")
 
     def _beside(self, kept: bool, width: str) -> Figure:
@@ -237,6 +224,7 @@ class _Planner:
             sharded=gathers,
             two_levels=1 < self.shard < self.world,
             clips=False,
+            overlaps=job.steps_in_backward,
         )
         return passing(
             tuple(self._unit_bytes(unit, gathers) for unit in job.units),
@@ -251,6 +239,7 @@ class _Planner:
 
         again = self.job.recompute and unit.name != ""
         trained = sum(b.numel * b.widths.params for b in unit.buckets if b.widths.grads)
+        shards = sum(b.shard_numel(self.shard) * b.widths.grads for b in unit.buckets)
         stays = self.job.strategy in ("dp", "ddp")  # where autograd put them
         return UnitBytes(
             name=unit.name or "root",
@@ -259,6 +248,7 @@ class _Planner:
             autograd=0 if stays else ceil(trained),
             forward=unit.input_bytes if again else unit.saved_bytes,
             inner=unit.inner_bytes if again else 0,
+            stepping=ceil(shards) if self.job.steps_in_backward else 0,
         )
 
     def _gather(self) -> Figure:
@@ -267,8 +257,8 @@ class _Planner:
         if self.shares:
             return Figure(0, "full parameters lie in shared memory, once for all ranks")
         highest = max(self.passing.moments, key=lambda moment: moment.gather)
-        used = f"{_units(highest.gathered)}, at '{highest.what}'"
-        return _pool(self.passing.gather_bytes, highest.gather, used)
+        used = f"{units(highest.gathered)}, at '{highest.what}'"
+        return pool(self.passing.gather_bytes, highest.gather, used)
 
     def _reduce(self) -> Figure:
         if self.job.strategy in ("dp", "ddp"):
@@ -279,17 +269,24 @@ class _Planner:
         if self.full_grads:
             return Figure(0, "full gradients are kept already")
         highest = max(self.passing.moments, key=lambda moment: moment.reduce)
-        return _pool(self.passing.reduce_bytes, highest.reduce, _units(highest.reducing))
+        return pool(self.passing.reduce_bytes, highest.reduce, units(highest.reducing))
 
     def _autograd(self) -> Figure:
         if self.job.strategy in ("dp", "ddp"):
             return Figure(0, "gradients stay where autograd put them")
         highest = max(self.passing.moments, key=lambda moment: moment.autograd)
-        return Figure(highest.autograd, f"{_units(highest.unpacked)}, at '{highest.what}'")
+        return Figure(highest.autograd, f"{units(highest.unpacked)}, at '{highest.what}'")
+
+    def _stepping(self) -> Figure:
+        if not self.job.steps_in_backward:
+            return Figure(0, "units are stepped after backward")
+        highest = max(self.passing.moments, key=lambda moment: sum(moment.stepping.values()))
+        used = f"{units(highest.stepping)}, at '{highest.what}'"
+        return Figure(sum(highest.stepping.values()), used)
 
     def _activation(self) -> Figure:
         highest = max(moment.activation for moment in self.passing.moments)
-        return Figure(highest, _activation_terms(self.job))
+        return Figure(highest, activation_terms(self.job))
 
     def _move_to_host(self, figures: dict[str, Figure]) -> Figure:
         kinds = []
@@ -301,46 +298,3 @@ class _Planner:
         for kind in kinds:
             figures[kind] = Figure(0, f"{show_bytes(figures[kind].nbytes)} in host memory")
         return Figure(total, " + ".join(kinds) or "nothing is offloaded")
-
-
-def _pool(nbytes: int, used: int, formula: str) -> Figure:
-    """What a pool has, whose slots are as large as the largest bucket that ever used them."""
-    if nbytes > used:
-        formula += f" + {show_bytes(nbytes - used)} of slots that are larger than their users"
-    return Figure(nbytes, formula)
-
-
-def _units(held: dict[str, int]) -> str:
-    """Name units with their bytes."""
-    return " + ".join(f"{name} {show_bytes(n)}" for name, n in held.items() if n) or "none"
-
-
-def _counted(held: list[tuple[PlannedBucket, Fraction]]) -> str:
-    """Say how many parameters of how many bytes."""
-    counts: dict[Fraction, int] = {}
-    for bucket, width in held:
-        counts[width] = counts.get(width, 0) + bucket.numel
-    return " + ".join(
-        f"{show_count(numel)} parameters x {show_width(width)}" for width, numel in counts.items()
-    )
-
-
-def _padding(held: list[tuple[PlannedBucket, Fraction]], shard: int) -> str:
-    """Say how much of it is padding."""
-    padding = sum((b.full_numel(shard) - b.numel) * w for b, w in held) / shard
-    return f" + {show_bytes(ceil(padding))} of padding" if padding else ""
-
-
-def _activation_terms(job: Job) -> str:
-    root, *others = job.units
-    if not any(unit.saved_bytes for unit in job.units):
-        return "none: give --batch and --sequence, or --activation-bytes"
-    outside = f" + outside of them {show_bytes(root.saved_bytes)}" if root.saved_bytes else ""
-    if not job.recompute:
-        return f"{len(others)} units {show_bytes(sum(u.saved_bytes for u in others))}{outside}"
-    inputs = sum(unit.input_bytes for unit in others)
-    again = max((unit.inner_bytes for unit in others), default=0)
-    return (
-        f"inputs of {len(others)} units {show_bytes(inputs)} + one unit computed again "
-        f"{show_bytes(again)}{outside}"
-    )

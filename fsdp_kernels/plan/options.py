@@ -61,6 +61,7 @@ def _add_sharding(group: argparse._ArgumentGroup) -> None:
     add("--unit-class", help="class whose instances are units (a model's largest list's)")
     add("--prefetch", type=_whole, default=1, help="units gathered ahead (1)")
     add("--no-sync", action="store_true", help="micro-batches accumulate before one reduction")
+    add("--overlap-backward", action="store_true", help="each unit is stepped in backward")
     add("--checkpoint-activations", action="store_true", help="compute each unit twice")
     add("--offload", nargs="+", choices=("optimizer", "params"), default=[], help="to the host")
     add("--shared-memory", action="store_true", help="ranks of one CPU host: SharedMemoryComm")
@@ -106,6 +107,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             shard=_shard(args, strategy),
             prefetch=args.prefetch,
             no_sync=args.no_sync,
+            overlap_backward=args.overlap_backward,
             recompute=args.checkpoint_activations,
             offload=frozenset(args.offload),
             shared_memory=args.shared_memory,
@@ -191,12 +193,15 @@ def _model_units(
     args: argparse.Namespace, precision: Precision
 ) -> tuple[tuple[PlannedUnit, ...], list[str]]:
     """Units of a model that can be made."""
-    from fsdp_kernels.plan import model  # the other plans need neither a model nor transformers
+    from fsdp_kernels.plan import (  # the other plans need neither a model nor transformers
+        model,
+        sources,
+    )
 
     if args.hf_config is not None:
-        source, name = model.from_config(args.hf_config), str(args.hf_config)
+        source, name = sources.from_config(args.hf_config), str(args.hf_config)
     else:
-        source, name = model.from_module(args.module, args.inputs), args.module
+        source, name = sources.from_module(args.module, args.inputs), args.module
     spec: int | str | None = args.unit_class
     if args.unit_params is not None or args.unit_bytes is not None:
         spec = args.unit_params or -(-args.unit_bytes // DTYPE_BYTES[args.param_dtype or "fp32"])

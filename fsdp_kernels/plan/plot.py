@@ -20,6 +20,7 @@ _COLOURS = {
     "gather": "#17becf",
     "reduce": "#d62728",
     "autograd": "#e377c2",
+    "stepping": "#fdd0a2",
     "activation": "#9467bd",
 }
 
@@ -79,9 +80,12 @@ def _bars(axes: Any, memories: Sequence[Memory]) -> None:
 
 def _at_peak(memory: Memory, kind: str) -> int:
     moment = memory.highest
-    if kind == "activation":
-        return moment.activation
-    return moment.autograd if kind == "autograd" else memory.nbytes(kind)
+    passing = {
+        "activation": moment.activation,
+        "autograd": moment.autograd,
+        "stepping": sum(moment.stepping.values()),
+    }
+    return passing[kind] if kind in passing else memory.nbytes(kind)
 
 
 def _step(axes: Any, memory: Memory) -> None:
@@ -92,6 +96,7 @@ def _step(axes: Any, memory: Memory) -> None:
         "gather": [moment.gather / _GB for moment in moments],
         "reduce": [moment.reduce / _GB for moment in moments],
         "autograd": [moment.autograd / _GB for moment in moments],
+        "stepping": [sum(moment.stepping.values()) / _GB for moment in moments],
     }
     places = range(len(moments))
     steady = [memory.steady / _GB] * len(moments)

@@ -64,6 +64,7 @@ class Policy:
         two_levels: Reductions of a shard group go on across replicas, once their first level is
             waited for.
         clips: Gradients are clipped by their norm.
+        overlaps: Units are stepped in backward (`overlap_backward=True`).
     """
 
     prefetch: int = 1
@@ -73,6 +74,7 @@ class Policy:
     sharded: bool = True
     two_levels: bool = False
     clips: bool = True
+    overlaps: bool = False
 
 
 @dataclass(slots=True)
@@ -96,6 +98,7 @@ class Host:
     def __init__(self, pieces: Sequence[Piece], policy: Policy) -> None:
         self._pieces = pieces
         self._policy = policy
+        self._overlaps = policy.overlaps and not policy.defers_grads
         self._units = [_Unit() for _ in range(1 + max(piece.unit for piece in pieces))]
         self._forward, self._backward = Order(), Order()
         self._ops: list[Op] = []
@@ -126,7 +129,7 @@ class Host:
                     self._do("finish", index)
         if self._policy.clips:
             self._do("norm", ROOT)
-        for index in range(len(self._units)):
+        for index in range(len(self._units) if not self._overlaps else 0):
             self._do("step", index)
         return self._ops
 
@@ -138,6 +141,7 @@ class Host:
     def _gather(self, index: int) -> None:
         unit = self._units[index]
         if self._in_backward:
+            self._finish_due()
             while self._queue and self._units[self._queue[0]].deadline <= self._clock:
                 self._issue(self._queue.popleft())
             self._clock += 1
@@ -221,6 +225,7 @@ class Host:
             self._touched.remove(other)
             if self._units[other].state != "sharded":
                 self._free(other)
+            self._finish_due()
             self._left(other)
         if index not in self._touched:
             self._touched.append(index)
@@ -229,6 +234,8 @@ class Host:
         self._prefetch(self._backward)
 
     def _end_backward(self) -> None:
+        if self._overlaps:  # no unit is stepped while it is full
+            self._free_all()
         for index in (*self._queue, *self._to_reduce()):
             if not self._units[index].issued:
                 self._issue(index)
@@ -239,6 +246,9 @@ class Host:
                 unit.deadline = unit.last_arrival
         self._backward.finish()
         self._in_backward = False
+        self._free_all()
+
+    def _free_all(self) -> None:
         for index, unit in enumerate(self._units):
             if unit.state != "sharded":
                 self._free(index)
@@ -261,10 +271,15 @@ class Host:
         unit.complete = True
         if not self._sync:
             self._do("pack", index)
+        self._issue_complete()
+
+    def _issue_complete(self) -> None:
         queue = self._queue
         while queue and self._is_due(queue[0]):
             if self._running >= 0 and (
-                self._policy.two_levels or self._units[self._running].deadline >= self._clock
+                self._policy.two_levels
+                or self._overlaps
+                or self._units[self._running].deadline >= self._clock
             ):
                 break
             self._issue(queue.popleft())
@@ -282,7 +297,17 @@ class Host:
     def _finish_running(self) -> None:
         if self._running >= 0:
             self._do("finish", self._running)
+            if self._overlaps:
+                self._do("step", self._running)
         self._running = -1
+
+    def _finish_due(self) -> None:
+        """Where units are stepped: finish what every rank has issued by now."""
+        if not self._overlaps or self._running < 0:
+            return
+        if self._units[self._running].deadline < self._clock:
+            self._finish_running()
+            self._issue_complete()
 
 
 def settled(pieces: Sequence[Piece], policy: Policy, micro_batches: int = 1) -> list[Op]:

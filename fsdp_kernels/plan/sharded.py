@@ -11,12 +11,13 @@ from fsdp_kernels.plan.memory import Memory, plan
 from fsdp_kernels.plan.model import widths_of
 
 
-def planned(model: Any, *, no_sync: bool = False) -> Memory:
+def planned(model: Any, *, no_sync: bool = False, overlap_backward: bool = False) -> Memory:
     """Compute what this rank of a sharded model holds when it trains with `ShardedAdamW`.
 
     Args:
         model: A module that `fully_shard` has sharded.
         no_sync: Whether micro-batches accumulate under `no_sync`.
+        overlap_backward: The optimizer's.
     """
     units = model.units
     comm = units[0].runtime.comm
@@ -30,6 +31,7 @@ def planned(model: Any, *, no_sync: bool = False) -> Memory:
         shard=None if strategy.replicates else comm.world,
         prefetch=units[0].runtime.gathers.prefetch_units,
         no_sync=no_sync,
+        overlap_backward=overlap_backward,
         shared_memory=any(b.placed is not None for unit in units for b in unit.buckets),
     )
     return plan(job, comm.everyone.world)

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp_kernels.plan.formulas import Figure
 from fsdp_kernels.plan.job import Job
-from fsdp_kernels.plan.memory import KINDS, PASSING, STEADY, Figure, Memory
+from fsdp_kernels.plan.memory import KINDS, PASSING, STEADY, Memory
 from fsdp_kernels.plan.sizes import show_bytes
 
 
@@ -81,15 +82,17 @@ def _peak(memory: Memory) -> str:
         terms.append(f"activations {show_bytes(moment.activation)}")
     if moment.autograd:
         terms.append(f"autograd {show_bytes(moment.autograd)}")
+    if moment.stepping:
+        terms.append(f"stepping {show_bytes(sum(moment.stepping.values()))}")
     if memory.job.reserve_bytes:
         terms.append(f"reserved {show_bytes(memory.job.reserve_bytes)}")
     return f"{' + '.join(terms)}, at '{moment.what}'"
 
 
 def _shown(memory: Memory) -> list[tuple[str, Figure]]:
-    """All kinds, but for second copies that there are not."""
-    figures = memory.figures.items()
-    return [(kind, f) for kind, f in figures if f.nbytes or not kind.endswith("_shard")]
+    """All kinds, but for second copies and steps in backward that there are not."""
+    hidden = ("params_shard", "grads_shard", "stepping")
+    return [(kind, f) for kind, f in memory.figures.items() if f.nbytes or kind not in hidden]
 
 
 def _row(title: str, cells: list[str]) -> list[str]:
