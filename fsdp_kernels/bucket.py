@@ -273,15 +273,26 @@ class Bucket(BucketShards):
 
     def _check_leaves(self) -> None:
         changed = self.leaves.find_changed()
-        if changed is not None:
-            self.let_go()
-            if self.placed is not None:
-                self.placed.revert()
-            raise RuntimeError(
-                f"parameter '{self.names[changed]}': expected no in-place change while its unit "
-                "was gathered, got one: it was made on this rank's temporary copy and is lost. "
-                "Edit inside `with model.full_params():`."
-            )
+        if changed is None:
+            return
+        self.let_go()
+        if self.placed is not None:
+            self.placed.revert()
+        fate = "it was made on this rank's temporary copy and is lost"
+        if self._kept is not None:  # alone in its group, so it was made on the shard
+            if self.shard_params is self.shard_master:
+                self.edited()  # so that graphs made before raise, and optimizers' masters follow
+                fate = (
+                    "this rank has the parameter for itself, so the parameter itself has the new "
+                    "values, and training would go on from them; other replicas have only what "
+                    "was done there"
+                )
+            else:
+                self.compute_stale()
+        raise RuntimeError(
+            f"parameter '{self.names[changed]}': expected no in-place change while its unit "
+            f"was gathered, got one: {fate}. Edit inside `with model.full_params():`."
+        )
 
     def _views(self, slot: Slot) -> list[Tensor]:
         views: list[Tensor] | None = slot.views.get(self)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from harness import run_ranks
-from models import Net, Turn, assert_close, build, by_block, full, full_all, mse
+from models import Block, Net, Turn, assert_close, build, by_block, full, full_all, mse
 from pairs import Pair
 from torch import nn
 
-from fsdp_kernels import ShardedAdamW
+from fsdp_kernels import MixedPrecisionPolicy, ShardedAdamW, fully_shard
 
 
 def owner_only(rank: int, world: int, unshards: bool = False) -> None:
@@ -62,3 +63,73 @@ def two_over_the_same(rank: int, world: int) -> None:
 
 def test_two_optimizers_over_the_same_low_precision_parameters() -> None:
     run_ranks(two_over_the_same, 2)
+
+
+def edit_in_forward(model: nn.Module, value: float = 0.5) -> None:
+    """Scale a weight while its unit is gathered, ahead of the weight's use."""
+
+    def before(module: nn.Module, _: object) -> None:
+        with torch.no_grad():
+            module.weight.mul_(value)
+
+    handle = model.blocks[1].up.register_forward_pre_hook(before)
+    try:
+        model(torch.ones(2, 3, dtype=model.offset.dtype))
+    finally:
+        handle.remove()
+
+
+def on_the_parameter_itself(rank: int, world: int, strategy: str, dtype: torch.dtype) -> None:
+    """Alone in its shard group a rank gathers nothing: an edit in forward edits the parameter.
+
+    It is refused as everywhere. Whoever goes on goes on from it: gradients that were there, the
+    next forward and the optimizer, whose fp32 master must not bring the old values back.
+    """
+    model = fully_shard(build(Net, dtype), units=Block, strategy=strategy)
+    plain = build(Net, dtype).float() if dtype is torch.bfloat16 else build(Net, dtype)
+    ours = ShardedAdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.0)
+    for step in range(3):
+        mse(model, Turn(rank, world, step, dtype))
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            q.grad = full(p.grad).to(q.dtype)
+        if step == 1:
+            with pytest.raises(RuntimeError, match="the parameter itself has the new values"):
+                edit_in_forward(model)
+            with torch.no_grad():
+                plain.blocks[1].up.weight.mul_(0.5)
+        ours.step()
+        theirs.step()
+        model.zero_grad()
+        for got, want in zip(full_all(list(model.parameters())), plain.parameters(), strict=True):
+            # A lost edit is half of each element; rounding to bf16, 2**-9 of it at each step.
+            far = 0.01 if dtype is torch.bfloat16 else 1e-6
+            assert float((got.to(want.dtype) - want).abs().max()) < far, f"step {step}"
+    older = model(torch.ones(2, 3, dtype=dtype)).sum()
+    with pytest.raises(RuntimeError, match="the parameter itself has the new values"):
+        edit_in_forward(model)
+    with pytest.raises(RuntimeError, match=r"modified|in-place change"):
+        older.backward()
+
+
+def on_the_compute_copy(rank: int, world: int) -> None:
+    """The same where the compute dtype is another: then the edit is lost, as the error says."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = fully_shard(build(Net), units=Block, strategy="replicate", mp_policy=policy)
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        want = model(x)
+        with pytest.raises(RuntimeError, match="temporary copy and is lost"):
+            edit_in_forward(model)
+        assert torch.equal(model(x), want)
+
+
+def alone_in_its_group(rank: int, world: int) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        on_the_parameter_itself(rank, world, "replicate" if world > 1 else "zero2", dtype)
+    on_the_compute_copy(rank, world)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_edit_in_forward_by_a_rank_alone_in_its_shard_group(world: int) -> None:
+    run_ranks(alone_in_its_group, world)
