@@ -213,6 +213,7 @@ class ShardedAdamBase(torch.optim.Optimizer):
         for p, entry in loaded.items():
             self._load_entry(plan, p, entry)
         for runtime in plan.runtimes:
+            runtime.recover()  # first: else the next call would find the failure, after the load
             runtime.stepping.reset()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

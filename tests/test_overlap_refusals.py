@@ -201,6 +201,26 @@ def failures(rank: int, world: int, comm: str, folder: Path) -> None:
     optimizer.step()
 
 
+def loaded(rank: int, world: int) -> None:
+    """The load is the first thing that happens after the failure, and the optimizer's comes first.
+
+    Its present state stands for a loaded one: what counts is that the failure is forgotten.
+    """
+    model, optimizer = start(Failing)
+    for step in range(2):
+        play(model, step)
+        optimizer.step()
+    fail(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    play(model, 2)
+    optimizer.step()
+    assert optimizer.state[model.head.weight]["step"] == 3
+
+
+def test_a_load_right_after_the_failure_counts() -> None:
+    run_ranks(loaded, 2)
+
+
 @pytest.mark.parametrize("comm", ["process_group", "shared_memory"])
 def test_a_failed_backward_is_not_gone_on_from(comm: str, tmp_path: Path) -> None:
     run_ranks(failures, 2, comm, tmp_path)
