@@ -60,6 +60,16 @@ class Members:
         first = next(iter(buckets.values()))
         return cls(params, buffers, other, Peers(first.comm.everyone, first.device))
 
+    def check_whole(self, where: str) -> None:
+        """Raise RuntimeError, on every rank, while the parameters are of two steps (collective)."""
+        torn = None
+        try:
+            for runtime in {id(b.runtime): b.runtime for b in self.buckets}.values():
+                runtime.stepping.check(where)
+        except RuntimeError as error:
+            torn = str(error)
+        self.peers.check(torn, RuntimeError)
+
     @property
     def buckets(self) -> list[Bucket]:
         """The distinct buckets, in the order of the names."""
@@ -88,8 +98,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, A
     Returns:
         What the unsharded model's `state_dict()` would be, in new CPU tensors: every name of a tied
         parameter is there, with one tensor. One bucket is whole on the device at a time.
+
+    Raises:
+        RuntimeError: On every rank, if parameters are of two steps (see `overlap_backward`).
     """
     members = Members.of(model, "full_state_dict")
+    members.check_whole("full_state_dict")
     wanted = members.peers.rank == 0 or not rank0_only
     whole: dict[FlatShard, Tensor] = {}
     for bucket in members.buckets:

@@ -56,10 +56,12 @@ def save(
 
     Raises:
         ValueError: On every rank, before anything is written, if an argument is of no use.
-        RuntimeError: On every rank, if any could not write; what was at the path is untouched.
+        RuntimeError: On every rank, if any could not write, or if parameters are of two steps (see
+            `overlap_backward`); what was at the path is untouched.
     """
     where = "checkpoint.save"
     members = Members.of(model, where)
+    members.check_whole(where)
     peers = members.peers
     target = Path(os.path.realpath(path))
     wrong, blobs, state = None, {}, {}

@@ -16,7 +16,7 @@ from test_overlap import Recomputing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from fsdp_kernels import ShardedAdamW, checkpoint, fully_shard
+from fsdp_kernels import ShardedAdamW, checkpoint, full_state_dict, fully_shard
 from fsdp_kernels.trace import record_schedule
 
 
@@ -215,6 +215,26 @@ def loaded(rank: int, world: int) -> None:
     play(model, 2)
     optimizer.step()
     assert optimizer.state[model.head.weight]["step"] == 3
+
+
+def saved(rank: int, world: int, folder: Path) -> None:
+    """Saving from an `except:` must not keep parameters of two steps."""
+    model, optimizer = start(Failing)
+    for step in range(2):
+        play(model, step)
+        optimizer.step()
+    checkpoint.save(folder / "whole", model, optimizer)
+    fail(model, optimizer)
+    torn = "checkpoint.save: expected whole steps, got parameters of two"
+    raises(RuntimeError, torn, checkpoint.save, folder / "torn", model, optimizer)
+    assert not (folder / "torn").exists()
+    raises(RuntimeError, "full_state_dict: expected whole steps", full_state_dict, model)
+    checkpoint.load(folder / "whole", model, optimizer)
+    checkpoint.save(folder / "again", model, optimizer)
+
+
+def test_a_failure_half_way_is_not_saved(tmp_path: Path) -> None:
+    run_ranks(saved, 2, tmp_path)
 
 
 def test_a_load_right_after_the_failure_counts() -> None:
