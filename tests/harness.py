@@ -60,18 +60,25 @@ class Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, fresh: bool = False
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 60,
+    fresh: bool = False,
+    enter: Callable[[int], None] | None = None,
 ) -> list[Any]:  # of what `fn` returned, in rank order
     """Call `fn(rank, world, *args)` on `world` forked ranks and return their results.
 
     The first failure is raised here, with the rank's own type and traceback, and the other ranks
     are killed. No process outlives the call. Results must pickle; with `fresh`, for ranks that use
     CUDA, so must `fn` and `args`: the ranks then inherit nothing of this process, CUDA included.
+    Each rank calls `enter(rank)` first of all, before there is a process group or any thread.
 
     Raises:
         TimeoutError: After `timeout` seconds; the message has the Python stacks of the slow ranks.
     """
-    outcomes = _run((fn, args), world, timeout, stop_at_failure=True, fresh=fresh)
+    call = (fn, args, enter)
+    outcomes = _run(call, world, timeout, stop_at_failure=True, fresh=fresh)
     return [outcome.value for outcome in outcomes]
 
 
@@ -82,7 +89,11 @@ def run_ranks_outcomes(
 
     For tests in which a rank is meant to fail or die.
     """
-    return _run((fn, args), world, timeout, stop_at_failure=False, fresh=fresh)
+    return _run((fn, args, None), world, timeout, stop_at_failure=False, fresh=fresh)
+
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...], Callable[[int], None] | None]
+"""What a rank calls, with which arguments, and where it goes first."""
 
 
 def _context(fresh: bool) -> Any:
@@ -99,7 +110,7 @@ def _context(fresh: bool) -> Any:
 
 
 def _run(
-    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    call: _Call,
     world: int,
     timeout: float,
     *,
@@ -205,6 +216,7 @@ def _rank_main(
     connection: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
+    enter: Callable[[int], None] | None,
 ) -> None:
     # What the parent left for its collector must not be destroyed here: destructors of stores and
     # pools join threads that a fork does not copy, and hang.
@@ -213,9 +225,11 @@ def _rank_main(
     rank, world, timeout, folder = setup
     with open(Path(folder) / str(rank), "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         try:
+            if enter is not None:
+                enter(rank)
+            torch.set_num_threads(1)
             limit = timedelta(seconds=timeout)
             # A file needs no port, no server that a dead rank could take along, and no thread in
             # the parent, which forks.

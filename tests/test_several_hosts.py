@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two hosts with two ranks each: memory shared inside a host, a process group between them.
 
-What tells a rank its host is `comm._arena.identity`; here it says what the test wants.
+What tells a rank its host is `comm._arena.identity`; here it says what the test wants. One test has
+hosts whose network and `/dev/shm` really are their own, where Linux lets it make them.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import separate_hosts
 import torch
 from harness import run_ranks
 from models import Block, Net, Scenario, Turn, build, check_all, mse
@@ -29,6 +32,11 @@ def on_host(name: str) -> list[str]:
     """Put this rank on a host; what is logged from now on."""
     real = _arena.identity
     _arena.identity = lambda module: replace(real(module), host=(name,))
+    return logged()
+
+
+def logged() -> list[str]:
+    """What is logged from now on."""
     lines: list[str] = []
 
     class Log(logging.Handler):
@@ -41,8 +49,8 @@ def on_host(name: str) -> list[str]:
     return lines
 
 
-def hybrid(rank: int, world: int) -> list[str]:
-    lines = on_host(f"host {rank // 2}")
+def hybrid(rank: int, world: int, real: bool = False) -> list[str]:
+    lines = logged() if real else on_host(f"host {rank // 2}")
     mesh = init_device_mesh("cpu", (2, 2))
     shard = partial(fully_shard, units=Block, mesh=mesh)
     clipped = Scenario(steps=3, shard=shard, optimizer=clipping, oracle=clipping)
@@ -58,6 +66,28 @@ def test_hosts_share_memory_and_a_process_group_joins_them() -> None:
         "of one host)"
     )
     assert others == [[], [], []]
+
+
+def trained_apart(rank: int, world: int) -> tuple[list[str], list[str], str]:
+    """Lines logged over a mesh, those over a flat group, and the host's name."""
+    names = set(os.listdir("/dev/shm"))
+    lines = hybrid(rank, world, real=True)
+    assert set(os.listdir("/dev/shm")) == names
+    before = len(lines)
+    mse(fully_shard(build(Net), units=Block), Turn(rank, world, 0, torch.float32))
+    return lines[:before], lines[before:], os.uname().nodename
+
+
+def test_hosts_with_networks_and_memory_of_their_own() -> None:
+    """As above, but nothing is pretended: /dev/shm differs, and gloo goes over a cable."""
+    if why := separate_hosts.why_not():
+        pytest.skip(f"no namespaces of our own here: {why}")
+    found = run_ranks(trained_apart, 4, enter=separate_hosts.Hosts(4).enter)
+    assert [name for *_, name in found] == ["host0", "host0", "host1", "host1"]
+    (mesh, flat, _), *others = found
+    assert "shared_memory+process_group over 2 x 2 ranks on cpu" in mesh[0]
+    assert "(no shared memory: ranks 0 and 2 are on different hosts" in flat[0]
+    assert [lines for *lines, _ in others] == [[[], []]] * 3
 
 
 def one_row_cannot(rank: int, world: int) -> list[str]:
