@@ -6,15 +6,17 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from test_shared_memory_shards import arena
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_kernels import ProcessGroupComm, ShardedAdamW, fully_shard
+from fsdp_kernels import ProcessGroupComm, ShardedAdamW, SharedMemoryComm, _ext, fully_shard, ops
 from fsdp_kernels.comm import HybridComm, process_group
 from fsdp_kernels.comm.base import Comm, ReduceName, Ticket
 from fsdp_kernels.comm.solo import SoloComm
@@ -48,8 +50,32 @@ class Counting(ProcessGroupComm):
         return super().all_reduce(tensor, op, label=label)
 
 
-def connect(rank: int, world: int, strategy: str, rows: int) -> tuple[Comm, list[Counting]]:
+class Shared(SharedMemoryComm):
+    """Counts the bytes of peers that a rank sums, and what takes the process group after all."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(group)
+        self._group = self.counting = Counting(group)
+        real = ops.reduce
+
+        def reduce(peers: list[Tensor], *args: Any, **kwargs: Any) -> None:
+            self.counting.sent["reduce"] += sum(peer.nbytes for peer in peers[1:])
+            real(peers, *args, **kwargs)
+
+        ops.reduce = reduce
+
+
+def connect(
+    rank: int, world: int, strategy: str, rows: int, shares: bool
+) -> tuple[Comm, list[Counting]]:
     """Make the communicator of a strategy and mesh out of counting ones."""
+    if shares and rows == 1:
+        comm = Shared()
+        return comm, [comm.counting]
+    if shares:
+        mesh = init_device_mesh("cpu", (rows, world // rows))
+        comm, across = Shared(mesh.get_group(1)), Counting(mesh.get_group(0))
+        return HybridComm(comm, across, ProcessGroupComm()), [comm.counting, across]
     if strategy == "replicate":
         levels = [Counting()]
         return HybridComm(SoloComm(), levels[0], ProcessGroupComm()), levels
@@ -62,7 +88,8 @@ def connect(rank: int, world: int, strategy: str, rows: int) -> tuple[Comm, list
 
 
 def live_bytes() -> int:
-    """Add up the storages of this process's tensors, without those that hold no memory."""
+    """Add up what this process's tensors hold, and its proportional part of shared memory."""
+    mappings, shared = arena()
     process_group._lent.cache_clear()
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and type(x) is not nn.Buffer]
@@ -73,12 +100,15 @@ def live_bytes() -> int:
             storages[storage.data_ptr()] = storage.nbytes()
         except (RuntimeError, NotImplementedError):
             continue  # a FlatShard has none of its own; its fragment is another tensor
-    return sum(storages.values())
+    own = (n for at, n in storages.items() if not any(at in mapping for mapping in mappings))
+    return shared + sum(own)
 
 
-def measured(rank: int, world: int, strategy: str, rows: int) -> tuple[int, dict[str, int]]:
+def measured(
+    rank: int, world: int, strategy: str, rows: int, shares: bool
+) -> tuple[int, dict[str, int]]:
     """Train with several micro-batches a step; the bytes held after one, and those sent in one."""
-    comm, levels = connect(rank, world, strategy, rows)
+    comm, levels = connect(rank, world, strategy, rows, shares)
     before = live_bytes()
     model = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(DEPTH)))
     fully_shard(model, units=nn.Linear, strategy=strategy, comm=comm)
@@ -91,12 +121,14 @@ def measured(rank: int, world: int, strategy: str, rows: int) -> tuple[int, dict
         for _ in range(MICRO):
             model(x).sum().backward()
         optimizer.step()
+    dist.barrier()
     held = live_bytes() - before
+    dist.barrier()  # a mapping that is gone changes its peers' proportions
     sent = {verb: int(sum(level.sent[verb] for level in levels)) for verb in ("gather", "reduce")}
     return held, sent
 
 
-def expected(strategy: str, shards: int, replicas: int) -> tuple[int, dict[str, int]]:
+def expected(strategy: str, shards: int, replicas: int, shares: bool) -> tuple[int, dict[str, int]]:
     """Give the table's formulas, and this model's reuse of units: see `docs/design.md`."""
     if strategy == "replicate":
         shards, replicas = 1, shards * replicas
@@ -107,6 +139,9 @@ def expected(strategy: str, shards: int, replicas: int) -> tuple[int, dict[str, 
     full_params = PARAMS if keeps else 2 * LAYER if strategy == "zero3" else 0
     full_grads = PARAMS if strategy == "zero1" else LAYER
     reductions = 1 if strategy == "zero1" else MICRO
+    if shares:
+        gathers = full_params = 0
+        full_grads = 2 * LAYER + (PARAMS if strategy == "zero1" else 0)
     held = full_params + full_grads + shard + shard + 2 * shard  # parameters, gradients, moments
     inside, across = Fraction(shards - 1, shards), Fraction(replicas - 1, replicas)
     sent = {
@@ -116,16 +151,28 @@ def expected(strategy: str, shards: int, replicas: int) -> tuple[int, dict[str, 
     return held, sent
 
 
-def check(rank: int, world: int, rows: int, strategy: str) -> None:
-    held, sent = measured(rank, world, strategy, rows)
-    want_held, want_sent = expected(strategy, world // rows, rows)
-    assert sent == want_sent
-    # gloo's receive buffer, and small tensors.
-    extra = held - want_held
-    assert 0 <= extra <= LAYER + 64 * 1024, f"{extra / LAYER} layers too many"
+def check(strategy: str, rows: int, world: int, shares: bool) -> None:
+    found = run_ranks(measured, world, strategy, rows, shares)
+    want_held, want_sent = expected(strategy, world // rows, rows, shares)
+    assert [sent for _, sent in found] == [want_sent] * world
+    held = [held for held, _ in found]
+    # Whose part a shared page is depends on who has touched it: ranks' parts are right in sum.
+    for each in [sum(held) / world] if shares else held:
+        # gloo's receive buffer, or the arena's epochs and messages, and small tensors.
+        extra = each - want_held
+        assert 0 <= extra <= LAYER + 64 * 1024, f"{extra / LAYER} layers too many"
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "replicate"])
 @pytest.mark.parametrize(("rows", "world"), [(1, 2), (2, 4)])
 def test_bytes_kept_and_sent(rows: int, world: int, strategy: str) -> None:
-    run_ranks(check, world, rows, strategy)
+    check(strategy, rows, world, shares=False)
+
+
+@pytest.mark.skipif(_ext.cpu() is None, reason="the C++ kernels are not built")
+@pytest.mark.parametrize(
+    ("strategy", "rows", "world"),
+    [("zero3", 1, 2), ("zero2", 1, 2), ("zero1", 1, 2), ("zero3", 2, 4)],
+)
+def test_bytes_kept_and_read_over_shared_memory(strategy: str, rows: int, world: int) -> None:
+    check(strategy, rows, world, shares=True)
