@@ -230,13 +230,9 @@ class BucketGrads:
 
     def take(self) -> None:
         """Forget the gradients, which a step has used up; their memory goes."""
-        ticket, self._ticket = self._ticket, None
         try:
-            if ticket is not None:
-                ticket.wait()
+            self.discard()
         finally:
-            self._release_full()
-            self._let_target_go()
             self.present = True  # or has been, as peers' memory
             self.drop()
             if self.shard_grads is not None:
