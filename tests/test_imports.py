@@ -52,6 +52,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.comm._arena_setup",
         "fsdp_kernels.comm._groups",
         "fsdp_kernels.comm._nccl_end",
+        "fsdp_kernels.comm._grad_buckets",
         "fsdp_kernels.comm._grid",
         "fsdp_kernels.comm._nccl_setup",
         "fsdp_kernels.comm._nccl_ticket",
@@ -305,12 +306,17 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.comm.process_group",
     ),
     "fsdp_kernels.comm._arena": ("fsdp_kernels.comm._arena_setup",),
+    "fsdp_kernels.comm._grad_buckets": (
+        "fsdp_kernels.comm._arena",
+        "fsdp_kernels.comm.base",
+        "fsdp_kernels.ops",
+    ),
     "fsdp_kernels.comm.shared_memory": (
         "fsdp_kernels.comm._arena",
         "fsdp_kernels.comm._arena_setup",
+        "fsdp_kernels.comm._grad_buckets",
         "fsdp_kernels.comm.base",
         "fsdp_kernels.comm.process_group",
-        "fsdp_kernels.ops",
     ),
     # `ops` picks one of several implementations of each kernel, and loads only that one.
     "fsdp_kernels.ops": (

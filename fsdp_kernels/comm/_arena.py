@@ -302,3 +302,8 @@ def _tensor(buffer: Any, offset: int, nbytes: int) -> Tensor:
     if nbytes == 0:  # torch refuses a buffer of nothing
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(buffer, dtype=torch.uint8, offset=offset, count=nbytes)
+
+
+def error_of(error: RuntimeError) -> RuntimeError:
+    """The error to raise for one of an arena's, which becomes its cause, as in every backend."""
+    return RuntimeError(str(error))

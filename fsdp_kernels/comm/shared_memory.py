@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -12,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_kernels import ops
-from fsdp_kernels.comm._arena import Arena, PrivateView
+from fsdp_kernels.comm._arena import Arena, PrivateView, error_of
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable
+from fsdp_kernels.comm._grad_buckets import SLOTS, GradBuckets
 from fsdp_kernels.comm.base import (
     Comm,
     PlacedParams,
@@ -30,7 +29,6 @@ from fsdp_kernels.streams import Streams
 
 logger = logging.getLogger("fsdp_kernels")
 
-_SLOTS = 2  # gradient buckets of each rank, used in turn
 _SMALL = 4096  # bytes that travel through the arena; what is larger takes the process group
 _SUMMED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
@@ -70,7 +68,7 @@ class SharedMemoryComm:
         self.world = self._group.world
         self._arena = Arena(group, timeout_s=timeout_s)
         self._closed = False
-        self._grads: _GradBuckets | None = None
+        self._grads: GradBuckets | None = None
         self._asked_grads = 0  # the largest bucket that was asked for, given or not
 
     @property
@@ -81,7 +79,7 @@ class SharedMemoryComm:
     @property
     def grads_nbytes(self) -> int:
         """Bytes of this rank's gradient buckets; 0 before they are made."""
-        return 0 if self._grads is None else _SLOTS * self._grads.nbytes
+        return 0 if self._grads is None else SLOTS * self._grads.nbytes
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -128,7 +126,7 @@ class SharedMemoryComm:
         self._check_open("fk.place")
         if self.world > 1:
             params = sum(self._arena.param_nbytes(nbytes) for nbytes in params_nbytes if nbytes)
-            spare = self._arena.grad_nbytes(largest_grads, _SLOTS)
+            spare = self._arena.grad_nbytes(largest_grads, SLOTS)
             self._arena.reserve(params, spare_nbytes=spare)
 
     def prepare_reductions(self, largest_bytes: int = 0) -> None:
@@ -142,8 +140,8 @@ class SharedMemoryComm:
             return
         self._asked_grads = largest_bytes
         try:
-            self._arena.reserve(self._arena.grad_nbytes(largest_bytes, _SLOTS))
-            self._grads = _GradBuckets(self._arena, largest_bytes)
+            self._arena.reserve(self._arena.grad_nbytes(largest_bytes, SLOTS))
+            self._grads = GradBuckets(self._arena, largest_bytes)
         except ArenaUnavailable as error:
             if self.rank == 0:
                 logger.warning("fk.reduce: gradients take the process group: %s", error)
@@ -215,7 +213,7 @@ class SharedMemoryComm:
         try:
             rows = self._arena.exchange(tensor.detach(), label=label, operation=operation)
         except RuntimeError as error:
-            raise _of(error) from error
+            raise error_of(error) from error
         combined = rows[0]
         for row in rows[1:]:
             combined = _COMBINE[op](combined, row)
@@ -276,7 +274,7 @@ class _Placed:
         try:
             self._epochs.wait_released(label)
         except RuntimeError as error:
-            raise _of(error) from error
+            raise error_of(error) from error
 
     def release(self) -> None:
         """Say that this rank does not read the last gather any more."""
@@ -296,84 +294,6 @@ class _Placed:
         self.full = self._view.tensor
 
 
-class _GradBuckets:
-    """Every rank's gradient buckets, used in turn, and the reductions that read them.
-
-    Attributes:
-        nbytes: Of one bucket.
-    """
-
-    def __init__(self, arena: Arena, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._rank = arena.rank
-        self._world = arena.world
-        self._epochs = arena.grad_epochs(_SLOTS)
-        self._slots = [arena.allocate_each(nbytes) for _ in range(_SLOTS)]
-        # As many as buckets differ in size: to make them costs more than to sum a small bucket.
-        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        self._parts: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        self._posted: deque[_SumTicket] = deque()  # not summed yet, oldest first
-
-    def begin(self, numel: int, dtype: torch.dtype, label: str) -> Tensor:
-        """Return this rank's bucket of the next reduction; again before `post`: the same."""
-        if len(self._posted) == _SLOTS:
-            self._posted[0].sum()  # all ranks are at this point, or will be
-        try:
-            slot = self._epochs.begin(label)
-        except RuntimeError as error:
-            raise _of(error) from error
-        return self._buckets(slot, numel, dtype)[self._rank]
-
-    def post(self, shard: Tensor, label: str) -> Ticket:
-        """Show what was written to the peers; the ticket sums this rank's part into `shard`."""
-        self._epochs.post()
-        ticket = _SumTicket(label, self, shard)
-        self._posted.append(ticket)
-        return ticket
-
-    def lend(self, shard: Tensor, label: str) -> list[Tensor]:
-        """Return this rank's part of every rank's bucket, in the oldest reduction that was posted.
-
-        To be read until `consume`.
-        """
-        try:
-            slot = self._epochs.wait_posted(label)
-        except RuntimeError as error:
-            self._posted.popleft()  # nothing can be summed then
-            raise _of(error) from error
-        return self._own_parts(slot, shard.numel(), shard.dtype)
-
-    def consume(self) -> None:
-        """Say that this rank has read what it wants of the oldest reduction."""
-        self._posted.popleft()
-        self._epochs.consume()
-
-    def sum_before(self, ticket: _SumTicket) -> None:
-        """Finish the reductions that were posted before one."""
-        while ticket in self._posted and self._posted[0] is not ticket:
-            self._posted[0].sum()
-
-    def _buckets(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Every rank's bucket of so many elements in a slot, in rank order."""
-        key = slot, numel, dtype
-        found = self._views.get(key)
-        if found is None:
-            nbytes = numel * dtype.itemsize
-            found = [area.tensor[:nbytes].view(dtype) for area in self._slots[slot]]
-            self._views[key] = found
-        return found
-
-    def _own_parts(self, slot: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """This rank's shard, of so many elements, in every rank's bucket."""
-        key = slot, numel, dtype
-        found = self._parts.get(key)
-        if found is None:
-            own = slice(self._rank * numel, (self._rank + 1) * numel)
-            found = [full[own] for full in self._buckets(slot, numel * self._world, dtype)]
-            self._parts[key] = found
-        return found
-
-
 class _Waiting(Ticket):
     """A collective whose result is in place once a wait returns."""
 
@@ -389,46 +309,4 @@ class _Waiting(Ticket):
         try:
             wait(self.label)
         except RuntimeError as error:
-            raise _of(error) from error
-
-
-class _SumTicket(Ticket):
-    """A reduction: this rank's part is summed when it is waited on, or its memory is needed."""
-
-    __slots__ = ("_buckets", "_peers", "_shard")
-
-    def __init__(self, label: str, buckets: _GradBuckets, shard: Tensor) -> None:
-        super().__init__(label)
-        self._buckets = buckets
-        self._shard: Tensor | None = shard
-        self._peers: list[Tensor] | None = None
-
-    def peers(self) -> Sequence[Tensor] | None:
-        """The ranks' buckets themselves, until `wait`; see `Ticket`."""
-        if self._shard is not None and self._peers is None:
-            self._buckets.sum_before(self)
-            self._peers = self._buckets.lend(self._shard, self.label)
-        return self._peers
-
-    def _finish(self) -> None:
-        self._buckets.sum_before(self)
-        self.sum()
-
-    def sum(self) -> None:
-        """Sum now, unless whoever has the peers did."""
-        shard, self._shard = self._shard, None
-        peers, self._peers = self._peers, None
-        if shard is None:
-            return
-        summed = peers is not None
-        peers = peers or self._buckets.lend(shard, self.label)
-        try:
-            if not summed:
-                ops.reduce(peers, shard)
-        finally:
-            self._buckets.consume()
-
-
-def _of(error: RuntimeError) -> RuntimeError:
-    """The error to raise for one of the arena's, which becomes its cause, as in every backend."""
-    return RuntimeError(str(error))
+            raise error_of(error) from error
