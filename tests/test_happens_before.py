@@ -62,8 +62,7 @@ SITES: dict[Site, str] = {
     ("grads.py", "pack", "join"): "gradients came on another one",
     ("grads.py", "pack", "release"): "the memory of those gradients is another one's",
     ("grads.py", "_let_target_go", "precede"): "the memory of the sum is another one's",
-    ("grads.py", "take", "precede"): "the memory of stepped gradients is another one's",
-    ("grads.py", "drop", "precede"): "the memory of the gradients is another one's",
+    ("shard_grads.py", "let_go", "precede"): "the memory of the gradients is another one's",
     ("pool.py", "_drop", "wait_at"): "the memory of the slot is another one's",
 }
 """Where the runtime waits, and for whom or what."""

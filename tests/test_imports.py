@@ -77,6 +77,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.grads",
         "fsdp_kernels.leaves",
         "fsdp_kernels.pool",
+        "fsdp_kernels.shard_grads",
     ),
     3: (
         "fsdp_kernels._adam_load",
@@ -153,7 +154,8 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "triton_ops.pack": ("triton_ops._cast",),
     "triton_ops.reduce": ("triton_ops._cast", "triton_ops._multicast", "triton_ops.norm"),
     "triton_ops.reduce_adam": ("triton_ops._cast", "triton_ops.adam", "triton_ops.reduce"),
-    "fsdp_kernels.grads": ("fsdp_kernels.flat_shard", "fsdp_kernels.pool"),
+    "fsdp_kernels.grads": ("fsdp_kernels.pool", "fsdp_kernels.shard_grads"),
+    "fsdp_kernels.shard_grads": ("fsdp_kernels.flat_shard",),
     "fsdp_kernels.leaves": ("fsdp_kernels.flat_shard",),
     "fsdp_kernels.bucket_shards": ("fsdp_kernels.pool",),
     "fsdp_kernels.bucket": (
