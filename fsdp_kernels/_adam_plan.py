@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fsdp_kernels.flat_shard import FlatShard
-from triton_ops._common import FLOAT_DTYPES, FragmentTable
+from triton_ops._common import FLOAT_DTYPES
+from triton_ops._fragments import FragmentTable
 
 if TYPE_CHECKING:
     from fsdp_kernels.bucket import Bucket

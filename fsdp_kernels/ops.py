@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fsdp_kernels import _ext
 from triton_ops import _common, _peers, reference
-from triton_ops._common import AdamShard, FragmentTable
+from triton_ops._common import AdamShard
+from triton_ops._fragments import FragmentTable
 
 _CPP = _ext.cpu()
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}

@@ -31,7 +31,8 @@ from fsdp_kernels.comm import Comm, HybridComm, SharedMemoryComm
 from fsdp_kernels.comm.base import Ticket
 from fsdp_kernels.comm.solo import SoloComm
 from triton_ops import reference
-from triton_ops._common import COEF_COLUMNS, AdamShard, FragmentTable
+from triton_ops._common import COEF_COLUMNS, AdamShard
+from triton_ops._fragments import FragmentTable
 
 WIDTH = 37  # two such parameters lie on three ranks
 PARTS = 3

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from triton_ops import _common as common
 from triton_ops import reference
-from triton_ops._common import FragmentTable
+from triton_ops._fragments import FragmentTable
 
 
 class AdamContract:

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from triton_ops import _common as common
 from triton_ops import reference
-from triton_ops._common import AdamShard, FragmentTable
+from triton_ops._common import AdamShard
+from triton_ops._fragments import FragmentTable
 
 
 def coefs_of(problem: Problem, mode: Mode) -> Tensor:

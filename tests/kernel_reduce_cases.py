@@ -24,7 +24,7 @@ from kernel_problems import (
 )
 from torch import Tensor
 
-from triton_ops._common import FragmentTable
+from triton_ops._fragments import FragmentTable
 
 WORLDS = (1, 2, 3, 4, 5)
 

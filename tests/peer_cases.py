@@ -19,8 +19,9 @@ from models import Block, check, varied
 from torch import Tensor
 
 from fsdp_kernels import ProcessGroupComm, fully_shard
+from fsdp_kernels.comm._checks import check_shards
 from fsdp_kernels.comm._peer_setup import PeerUnavailable
-from fsdp_kernels.comm.base import DoneTicket, ReduceName, Ticket, check_shards
+from fsdp_kernels.comm.base import DoneTicket, ReduceName, Ticket
 from fsdp_kernels.comm.peer import PeerMemory
 
 

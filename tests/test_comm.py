@@ -18,7 +18,7 @@ import torch.distributed as dist
 from comm_contract import CommContract
 from harness import run_ranks
 
-from fsdp_kernels.comm import Comm, ProcessGroupComm, Ticket, process_group
+from fsdp_kernels.comm import Comm, ProcessGroupComm, Ticket, _group_ticket, process_group
 
 
 class TestProcessGroupComm(CommContract):
@@ -184,7 +184,7 @@ def _holds_nothing(rank: int, world: int) -> None:
         assert holders() == before, "gloo's thread still holds what the wait has returned"
         comm.reduce_scatter(shard, full, label="fk.reduce[a/0]").wait()
         assert holders() == before, "gloo's thread still holds what the wait has returned"
-    assert not process_group._in_flight
+    assert not _group_ticket.in_flight
 
 
 def test_what_was_waited_for_is_held_by_nobody() -> None:

@@ -30,7 +30,7 @@ from kernel_cases import (
 
 from fsdp_kernels import _ext, ops
 from triton_ops import reference
-from triton_ops._common import FragmentTable
+from triton_ops._fragments import FragmentTable
 
 _cpu = _ext.cpu()
 if _cpu is None:

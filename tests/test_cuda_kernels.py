@@ -23,7 +23,7 @@ from kernel_problems import LOW, Precision
 
 from fsdp_kernels import _ext, ops
 from triton_ops import reference
-from triton_ops._common import FragmentTable
+from triton_ops._fragments import FragmentTable
 
 DTYPES = [precision.dtype for precision in LOW]
 CHUNK = 4096  # elements that a block moves

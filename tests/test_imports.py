@@ -22,6 +22,7 @@ PACKAGES = ("fsdp_kernels", "triton_ops")
 LAYERS: dict[int, tuple[str, ...]] = {
     0: (
         "triton_ops._common",
+        "triton_ops._fragments",
         "triton_ops._peers",
         "triton_ops.reference",
         "fsdp_kernels._ext",
@@ -50,10 +51,13 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.comm",
         "fsdp_kernels.comm._arena",
         "fsdp_kernels.comm._arena_setup",
+        "fsdp_kernels.comm._checks",
+        "fsdp_kernels.comm._group_ticket",
         "fsdp_kernels.comm._groups",
         "fsdp_kernels.comm._nccl_end",
         "fsdp_kernels.comm._grad_buckets",
         "fsdp_kernels.comm._grid",
+        "fsdp_kernels.comm._nccl_memory",
         "fsdp_kernels.comm._nccl_setup",
         "fsdp_kernels.comm._nccl_ticket",
         "fsdp_kernels.comm._peer_grads",
@@ -147,8 +151,9 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels.timeline": ("fsdp_kernels.trace_file",),
     "fsdp_kernels.trace_picture": ("fsdp_kernels.trace_file",),
     # Helpers of one file, split off so that both stay readable; never the other way round.
-    "triton_ops._peers": ("triton_ops._common",),
-    "triton_ops.reference": ("triton_ops._common", "triton_ops._peers"),
+    "triton_ops._common": ("triton_ops._fragments",),
+    "triton_ops._peers": ("triton_ops._common", "triton_ops._fragments"),
+    "triton_ops.reference": ("triton_ops._common", "triton_ops._fragments", "triton_ops._peers"),
     "triton_ops.adam": ("triton_ops._cast",),
     "triton_ops.norm": ("triton_ops._cast",),
     "triton_ops.pack": ("triton_ops._cast",),
@@ -265,9 +270,16 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp_kernels.comm._nccl_end": ("fsdp_kernels.comm._groups",),
     "fsdp_kernels.comm._nccl_setup": ("fsdp_kernels.comm._groups",),
+    "fsdp_kernels.comm._group_ticket": ("fsdp_kernels.comm.base",),
+    "fsdp_kernels.comm._nccl_memory": (
+        "fsdp_kernels.comm._nccl_end",
+        "fsdp_kernels.comm._nccl_setup",
+    ),
     "fsdp_kernels.comm._nccl_ticket": ("fsdp_kernels.comm.base",),
     "fsdp_kernels.comm.nccl": (
+        "fsdp_kernels.comm._checks",
         "fsdp_kernels.comm._nccl_end",
+        "fsdp_kernels.comm._nccl_memory",
         "fsdp_kernels.comm._nccl_setup",
         "fsdp_kernels.comm._nccl_ticket",
         "fsdp_kernels.comm.base",
@@ -280,7 +292,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.comm.solo",
     ),
     "fsdp_kernels.comm.hybrid": ("fsdp_kernels.comm.base",),
-    "fsdp_kernels.comm.solo": ("fsdp_kernels.comm.base",),
+    "fsdp_kernels.comm.solo": ("fsdp_kernels.comm._checks", "fsdp_kernels.comm.base"),
     "fsdp_kernels.comm.pick": (
         "fsdp_kernels.comm._arena_setup",
         "fsdp_kernels.comm._peer_setup",
@@ -290,7 +302,12 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.comm.process_group",
         "fsdp_kernels.comm.shared_memory",
     ),
-    "fsdp_kernels.comm.process_group": ("fsdp_kernels.comm._groups", "fsdp_kernels.comm.base"),
+    "fsdp_kernels.comm.process_group": (
+        "fsdp_kernels.comm._checks",
+        "fsdp_kernels.comm._group_ticket",
+        "fsdp_kernels.comm._groups",
+        "fsdp_kernels.comm.base",
+    ),
     "fsdp_kernels._environment": ("fsdp_kernels.comm.peer", "fsdp_kernels.comm.pick"),
     "fsdp_kernels.comm._peer_setup": (
         "fsdp_kernels.comm._arena_setup",
@@ -300,6 +317,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels.comm._peer_grads": ("fsdp_kernels.comm._peer_setup", "fsdp_kernels.comm.base"),
     "fsdp_kernels.comm.peer": (
         "fsdp_kernels.comm._arena_setup",
+        "fsdp_kernels.comm._checks",
         "fsdp_kernels.comm._groups",
         "fsdp_kernels.comm._peer_grads",
         "fsdp_kernels.comm._peer_setup",
@@ -316,6 +334,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels.comm.shared_memory": (
         "fsdp_kernels.comm._arena",
         "fsdp_kernels.comm._arena_setup",
+        "fsdp_kernels.comm._checks",
         "fsdp_kernels.comm._grad_buckets",
         "fsdp_kernels.comm.base",
         "fsdp_kernels.comm.process_group",

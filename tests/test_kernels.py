@@ -30,7 +30,8 @@ import triton_ops
 from fsdp_kernels import ops
 from triton_ops import _common as common
 from triton_ops import reference
-from triton_ops._common import FragmentTable, interpreted
+from triton_ops._common import interpreted
+from triton_ops._fragments import FragmentTable
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

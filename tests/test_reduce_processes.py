@@ -19,7 +19,8 @@ from kernel_reduce_cases import ReduceKernels, draw, ordered_sum
 
 from fsdp_kernels import ops
 from triton_ops import reference
-from triton_ops._common import AdamShard, FragmentTable, interpreted
+from triton_ops._common import AdamShard, interpreted
+from triton_ops._fragments import FragmentTable
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

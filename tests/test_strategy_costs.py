@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_kernels import ProcessGroupComm, ShardedAdamW, SharedMemoryComm, _ext, fully_shard, ops
-from fsdp_kernels.comm import HybridComm, process_group
+from fsdp_kernels.comm import HybridComm, _group_ticket
 from fsdp_kernels.comm.base import Comm, ReduceName, Ticket
 from fsdp_kernels.comm.solo import SoloComm
 
@@ -90,7 +90,7 @@ def connect(
 def live_bytes() -> int:
     """Add up what this process's tensors hold, and its proportional part of shared memory."""
     mappings, shared = arena()
-    process_group._lent.cache_clear()
+    _group_ticket._lent.cache_clear()
     gc.collect()
     tensors = [x for x in gc.get_objects() if isinstance(x, Tensor) and type(x) is not nn.Buffer]
     storages = {}

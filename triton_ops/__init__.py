@@ -19,8 +19,8 @@ from triton_ops._common import (
     ONE_MINUS_BETA2,
     STEP_SIZE,
     AdamShard,
-    FragmentTable,
 )
+from triton_ops._fragments import FragmentTable
 
 __all__ = [
     "ACTIVE",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from triton_ops import _common as common
-from triton_ops._common import AdamShard, FragmentTable
+from triton_ops._common import AdamShard
+from triton_ops._fragments import FragmentTable
 
 
 def sum_dtype(peers: torch.dtype, out: torch.dtype) -> torch.dtype:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from triton_ops import _common as common
 from triton_ops._cast import narrow, widen
-from triton_ops._common import AdamShard, FragmentTable
+from triton_ops._common import AdamShard
+from triton_ops._fragments import FragmentTable
 
 _ACTIVE = tl.constexpr(common.ACTIVE)
 _BETA1 = tl.constexpr(common.BETA1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triton_ops import _common as common
 from triton_ops._cast import widen
-from triton_ops._common import FragmentTable
+from triton_ops._fragments import FragmentTable
 
 # Outside this range a float32 sum of squares has overflowed, or may have lost squares to underflow.
 _TRUSTED_MIN = tl.constexpr(1e-30)

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton_ops import _common as common
 from triton_ops import _peers
 from triton_ops._cast import TL_DTYPES, narrow, widen
+from triton_ops._fragments import MAX_ALIGN_NUMEL
 
 _VECTOR_BYTES = tl.constexpr(common.VECTOR_BYTES)
 _BLOCKS = 2  # device blocks per program
@@ -97,7 +98,7 @@ def _zero_segments(
     zeros, last = [], 0
     for start, stop in [*ranges, (full_numel, full_numel)]:
         if last < start:
-            aligned = min(-(-last // common.MAX_ALIGN_NUMEL) * common.MAX_ALIGN_NUMEL, start)
+            aligned = min(-(-last // MAX_ALIGN_NUMEL) * MAX_ALIGN_NUMEL, start)
             zeros += [(row, last, aligned), (row, aligned, start)]
         last = max(last, stop)
     return [segment for segment in zeros if segment[1] < segment[2]]

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton_ops import _common as common
 from triton_ops import _peers
 from triton_ops._cast import TL_DTYPES, narrow, widen
-from triton_ops._common import FragmentTable
+from triton_ops._fragments import MAX_ALIGN_NUMEL, FragmentTable
 from triton_ops._multicast import sum_in_switches
 from triton_ops.norm import chunk_norm, norm, norm_block
 
@@ -211,7 +211,7 @@ def reduce(
     partials = torch.empty(n_partials, 2, dtype=torch.float64, device=out.device)
     if len(chunks):
         addresses, aligned = addresses_of(peers, out.device)
-        align = fused.align_numel if fused else common.MAX_ALIGN_NUMEL
+        align = fused.align_numel if fused else MAX_ALIGN_NUMEL
         with common.on_device(out):
             reduce_kernel[(len(chunks),)](
                 addresses,

@@ -18,7 +18,8 @@ from torch import Tensor
 from triton_ops import _common as common
 from triton_ops import _peers
 from triton_ops._cast import TL_DTYPES, narrow
-from triton_ops._common import AdamShard, FragmentTable
+from triton_ops._common import AdamShard
+from triton_ops._fragments import FragmentTable
 from triton_ops.adam import check_master, update
 from triton_ops.reduce import addresses_of, pointer_at, sum_ranks
 

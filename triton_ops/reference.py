@@ -15,7 +15,8 @@ from torch import Tensor
 
 from triton_ops import _common as common
 from triton_ops import _peers
-from triton_ops._common import AdamShard, FragmentTable
+from triton_ops._common import AdamShard
+from triton_ops._fragments import FragmentTable
 
 _SLICE_NUMEL = 1 << 16
 

@@ -13,21 +13,18 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fsdp_kernels import trace
-from fsdp_kernels.comm._nccl_end import close, end_with, log_messages
-from fsdp_kernels.comm._nccl_setup import REGISTRATIONS, Meeting, NcclOptions
-from fsdp_kernels.comm._nccl_ticket import NcclTicket
-from fsdp_kernels.comm.base import (
-    Comm,
-    PlacedParams,
-    ReduceName,
-    Ticket,
+from fsdp_kernels.comm._checks import (
     check_contiguous,
     check_op,
     check_reducible,
     check_shards,
     check_src,
-    collective_error,
 )
+from fsdp_kernels.comm._nccl_end import close, end_with, log_messages
+from fsdp_kernels.comm._nccl_memory import NcclMemory
+from fsdp_kernels.comm._nccl_setup import Meeting, NcclOptions
+from fsdp_kernels.comm._nccl_ticket import NcclTicket
+from fsdp_kernels.comm.base import Comm, PlacedParams, ReduceName, Ticket, collective_error
 from fsdp_kernels.streams import Streams
 
 if TYPE_CHECKING:
@@ -97,42 +94,24 @@ class NcclComm:
         self.rank = meeting.rank
         self.world = meeting.world
         self.timeout_s = meeting.timeout_s
-        self.symmetric = options.registration == "symmetric"
         native = self._native = meeting.connect()
         self.current_stream: Callable[[], int] = meeting.side.current_stream(self.device)
         self._streams = meeting.side.streams(native, self.device)
         self._in_group: list[NcclTicket] | None = None
         self._hosts: Hosts | None = None
-        self._allocates = self._registers = True
         try:
             self._hosts = meeting.join_hosts(lambda: native.failure)
-            self._settle_registration(options)
+            self._memory = NcclMemory(meeting, native, options.registration, self._largest)
         except BaseException as error:
             native.abort(f"it could not be made ({error})")  # the others must not wait for it
             native.close()
             raise
+        self.symmetric = self._memory.symmetric
         end_with(self, native, self._hosts)
 
-    def _settle_registration(self, options: NcclOptions) -> None:
-        """Let every rank register as much as each of them can: NCCL wants them alike."""
-        asked = REGISTRATIONS.index(options.registration)
-        # First what a rank can do alone: one that has no memory of NCCL's would leave the others
-        # waiting in a collective registration.
-        least = min(asked, self._least_registration(collective=False))
-        if least >= 0 and self.symmetric:
-            least = min(asked, self._least_registration(collective=True))
-        self._allocates, self._registers = least >= 0, least > 0
-        if least < asked:
-            self._native.limit_registration(REGISTRATIONS[max(least, 0)])
-        self.symmetric = least == REGISTRATIONS.index("symmetric")
-        log_messages(self._native)
-
-    def _least_registration(self, *, collective: bool) -> int:
-        """The least that a buffer's registration comes to on any rank; -1 where one got none."""
-        buffer = self._native.allocate(1, collective)
-        mine = -1.0 if buffer is None else float(REGISTRATIONS.index(buffer.registration))
-        words = torch.tensor([-mine], dtype=torch.float64)
-        return -int(self.agree(words, label="NcclComm").item())
+    def _largest(self, mine: float) -> float:
+        words = torch.tensor([mine], dtype=torch.float64)
+        return self.agree(words, label="NcclComm").item()
 
     # -- memory, streams, order -------------------------------------------------------------------
 
@@ -158,34 +137,8 @@ class NcclComm:
 
     def allocate(self, nbytes: int, device: torch.device, *, collective: bool) -> torch.Tensor:
         """Return memory that NCCL has registered, where it can; see `Comm`."""
-        native = self._open("allocate", device)
-        if not nbytes or not self._allocates:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        try:
-            buffer = native.allocate(nbytes, collective)
-        except self._meeting.out_of_memory:
-            buffer = self._try_again(nbytes, collective)
-        log_messages(self._native)
-        if buffer is None:
-            return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._meeting.side.tensor(buffer, self.device)
-
-    def _try_again(self, nbytes: int, collective: bool) -> Any:
-        """Allocate after an attempt without success."""
-        self._meeting.side.empty_cache()  # what torch keeps unused, NCCL cannot have
-        try:
-            return self._native.allocate(nbytes, collective)
-        except self._meeting.out_of_memory as error:
-            if not self._registers:
-                return None
-            text = (
-                f"NcclComm: expected {nbytes} bytes of NCCL's memory on rank {self.rank}, got none "
-                "even after torch's cache was emptied. Other ranks have registered theirs, so "
-                f"torch's own would not do: use smaller units or batches. ({error})"
-            )
-            if collective and self.symmetric:
-                self._native.abort(text)  # the others wait for this rank in the registration
-            raise torch.OutOfMemoryError(text) from error
+        self._open("allocate", device)
+        return self._memory.allocate(nbytes, collective=collective)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdp_kernels import _ext
 from fsdp_kernels.comm._arena_setup import Meeting
+from fsdp_kernels.comm._checks import check_reducible, check_shards
 from fsdp_kernels.comm._groups import timeout_of
 from fsdp_kernels.comm._peer_grads import SLOTS, PeerGrads, slot_nbytes
 from fsdp_kernels.comm._peer_setup import (
@@ -24,15 +25,7 @@ from fsdp_kernels.comm._peer_setup import (
     connect,
     why_no_symmetric_memory,
 )
-from fsdp_kernels.comm.base import (
-    Comm,
-    PlacedParams,
-    ReduceName,
-    Ticket,
-    check_reducible,
-    check_shards,
-    collective_error,
-)
+from fsdp_kernels.comm.base import Comm, PlacedParams, ReduceName, Ticket, collective_error
 from fsdp_kernels.comm.nccl import NcclComm
 from fsdp_kernels.comm.process_group import ProcessGroupComm
 from fsdp_kernels.streams import Streams

@@ -6,12 +6,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fsdp_kernels.comm._checks import (
+    check_contiguous,
+    check_op,
+    check_reducible,
+    check_shards,
+    check_src,
+)
+from fsdp_kernels.comm._group_ticket import Scratch, SumTicket, WorkTicket, lend
 from fsdp_kernels.comm._groups import twin
 from fsdp_kernels.comm.base import (
     Comm,
@@ -19,11 +27,6 @@ from fsdp_kernels.comm.base import (
     PlacedParams,
     ReduceName,
     Ticket,
-    check_contiguous,
-    check_op,
-    check_reducible,
-    check_shards,
-    check_src,
     collective_error,
 )
 from fsdp_kernels.streams import CudaStreams, HostStreams, Streams
@@ -87,7 +90,7 @@ class ProcessGroupComm:
         self.symmetric = False
         self._gloo_on_cpu = _backend_of(resolved, "cpu") == "gloo"
         self._joins_hosts = _backend_of(resolved, "cpu") != ""
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         self._device = torch.device("cuda")  # until tensors have come
 
     @property
@@ -145,7 +148,7 @@ class ProcessGroupComm:
             work = _all_gather(self._lent(full), self._lent(shard), group=group, async_op=True)
         except RuntimeError as error:
             raise collective_error("all_gather", label, self, error) from error
-        return _WorkTicket(label, "all_gather", self, work, (full, shard))
+        return WorkTicket(label, "all_gather", self, work, (full, shard))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, label: str) -> Ticket:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
@@ -160,13 +163,13 @@ class ProcessGroupComm:
         try:
             if self._gloo_on_cpu and not full.is_cuda:
                 parts = self._scratch.take(full)
-                work = dist.all_to_all_single(_lend(parts), _lend(full), group=group, async_op=True)
-                return _SumTicket(label, self, work, (parts, shard, full), self._scratch)
+                work = dist.all_to_all_single(lend(parts), lend(full), group=group, async_op=True)
+                return SumTicket(label, self, work, (parts, shard, full), self._scratch)
             shard, full = _as_real(shard), _as_real(full)
             work = _reduce_scatter(shard, full, group=group, async_op=True)
         except RuntimeError as error:
             raise collective_error("reduce_scatter", label, self, error) from error
-        return _WorkTicket(label, "reduce_scatter", self, work, (shard, full))
+        return WorkTicket(label, "reduce_scatter", self, work, (shard, full))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceName = "sum", *, label: str) -> Ticket:
         """Replace `tensor` by its sum, maximum or minimum over the ranks; see `Comm`."""
@@ -181,7 +184,7 @@ class ProcessGroupComm:
             work = dist.all_reduce(self._lent(tensor), op=_OPS[op], group=group, async_op=True)
         except RuntimeError as error:
             raise collective_error("all_reduce", label, self, error) from error
-        return _WorkTicket(label, "all_reduce", self, work, (tensor,))
+        return WorkTicket(label, "all_reduce", self, work, (tensor,))
 
     def broadcast(self, tensor: torch.Tensor, *, src: int = 0, label: str) -> Ticket:
         """Replace `tensor` by that of rank `src` of the group; see `Comm`."""
@@ -196,7 +199,7 @@ class ProcessGroupComm:
             work = dist.broadcast(self._lent(tensor), group=group, group_src=src, async_op=True)
         except RuntimeError as error:
             raise collective_error("broadcast", label, self, error) from error
-        return _WorkTicket(label, "broadcast", self, work, (tensor,))
+        return WorkTicket(label, "broadcast", self, work, (tensor,))
 
     def agree(self, words: torch.Tensor, *, label: str) -> torch.Tensor:
         """Return the maximum over the ranks of words that the host holds; see `Comm`."""
@@ -217,10 +220,10 @@ class ProcessGroupComm:
     def close(self) -> None:
         """Let the group go, without destroying it: it belongs to whoever made it."""
         self._group_of = self._reduce_group_of = _weakly(None)
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
 
     def _lent(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _lend(tensor) if self._gloo_on_cpu and tensor.is_cpu else tensor
+        return lend(tensor) if self._gloo_on_cpu and tensor.is_cpu else tensor
 
     def _is_local(self, tensor: torch.Tensor) -> bool:
         # Nothing to move: a group of one on CPU, or an empty bucket (the same on all ranks). A
@@ -241,112 +244,7 @@ def _weakly(group: dist.ProcessGroup | None) -> Callable[[], dist.ProcessGroup |
     return (lambda: None) if group is None else weakref.ref(group)
 
 
-# What a backend's threads may be reading or writing: it lives until a wait has returned, and to the
-# end of the process if none does.
-_in_flight: dict[int, tuple[Any, tuple[torch.Tensor, ...]]] = {}
-
-_storage_over = torch._C._construct_storage_from_data_pointer
-
-
-def _lend(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a 1-D tensor over the same memory that does not count as a holder of it.
-
-    Gloo's threads drop what they were given some time after the wait for it has returned. Whoever
-    counts a buffer's holders then, to reuse it, would see one more on some machines and days.
-    """
-    return _lent(tensor.data_ptr(), tensor.nbytes, tensor.dtype)
-
-
-# Kept: a tensor that only a thread of gloo's still held would have to be let go from there, under
-# Python's lock, which at the end of the process is not there any more.
-@lru_cache(maxsize=4096)
-def _lent(pointer: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-    storage = _storage_over(pointer, torch.device("cpu"), nbytes)
-    with torch.inference_mode(False):  # a kept tensor must serve outside it too
-        return torch.empty(0, dtype=dtype, device="cpu").set_(storage)
-
-
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-class _WorkTicket(Ticket):
-    """A collective that torch runs."""
-
-    __slots__ = ("_comm", "_operation", "_tensors", "_work")
-
-    def __init__(
-        self,
-        label: str,
-        operation: str,
-        comm: ProcessGroupComm,
-        work: Any,
-        tensors: tuple[torch.Tensor, ...],
-    ) -> None:
-        super().__init__(label)
-        self._operation = operation
-        self._comm = comm
-        self._work = work
-        self._tensors = tensors
-        _in_flight[id(work)] = (work, tensors)
-
-    def _finish(self) -> None:
-        work, self._work = self._work, None
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise collective_error(self._operation, self.label, self._comm, error) from error
-        finally:
-            self._tensors = ()
-        # Not after an error: the backend's threads may still be at the memory then.
-        del _in_flight[id(work)]
-
-
-class _SumTicket(_WorkTicket):
-    """An all-to-all whose parts are summed, in rank order, when it is waited on."""
-
-    __slots__ = ("_scratch",)
-
-    def __init__(
-        self,
-        label: str,
-        comm: ProcessGroupComm,
-        work: Any,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        scratch: _Scratch,
-    ) -> None:
-        super().__init__(label, "reduce_scatter", comm, work, tensors)
-        self._scratch = scratch
-
-    def _finish(self) -> None:
-        received, shard, _full = self._tensors
-        super()._finish()
-        with torch.no_grad():
-            parts = received.view(self._comm.world, -1)
-            torch.add(parts[0], parts[1], out=shard)
-            for part in parts[2:]:
-                shard.add_(part)
-        self._scratch.give(received)
-
-
-class _Scratch:
-    """Keeps one receive buffer between reductions: fresh large ones cost a page fault a page."""
-
-    def __init__(self) -> None:
-        self._spare: torch.Tensor | None = None
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a buffer of the shape and dtype of `like`; its content is undefined."""
-        spare, need = self._spare, like.numel() * like.element_size()
-        if spare is None or spare.numel() < need:
-            return torch.empty_like(like)
-        self._spare = None
-        return spare[:need].view(like.dtype)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back once nothing reads it; the larger of two stays."""
-        storage = buffer.untyped_storage()
-        if self._spare is None or self._spare.numel() < storage.nbytes():
-            self._spare = torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,9 @@ from torch import Tensor
 
 from fsdp_kernels.comm._arena import Arena, PrivateView, error_of
 from fsdp_kernels.comm._arena_setup import ArenaUnavailable
+from fsdp_kernels.comm._checks import check_contiguous, check_op, check_reducible, check_shards
 from fsdp_kernels.comm._grad_buckets import SLOTS, GradBuckets
-from fsdp_kernels.comm.base import (
-    Comm,
-    PlacedParams,
-    ReduceName,
-    Ticket,
-    check_contiguous,
-    check_op,
-    check_reducible,
-    check_shards,
-)
+from fsdp_kernels.comm.base import Comm, PlacedParams, ReduceName, Ticket
 from fsdp_kernels.comm.process_group import ProcessGroupComm
 from fsdp_kernels.streams import Streams
 

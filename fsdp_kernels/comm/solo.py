@@ -9,18 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdp_kernels.comm.base import (
-    Comm,
-    DoneTicket,
-    PlacedParams,
-    ReduceName,
-    Ticket,
+from fsdp_kernels.comm._checks import (
     check_contiguous,
     check_op,
     check_reducible,
     check_shards,
     check_src,
 )
+from fsdp_kernels.comm.base import Comm, DoneTicket, PlacedParams, ReduceName, Ticket
 from fsdp_kernels.streams import CudaStreams, HostStreams, Streams
 
 
