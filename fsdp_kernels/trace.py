@@ -68,7 +68,8 @@ class Access:
     Attributes:
         label: What the operation is, such as `fk.pack[layers.3/0]`.
         stream: `"compute"` (the first compute stream that was seen; others are `"compute#2"` and so
-            on), or the role of a collective's stream.
+            on), the role of a collective's stream, or `"peers"`: what other ranks do where they
+            read this rank's memory.
         reads: Names of the buffers that it reads, such as `params slot 1`.
         writes: Names of those that it writes. Memory that is allocated or let go counts as written
             on the stream of its allocation: whoever gets it next on that stream may write at once.
@@ -266,10 +267,7 @@ def collectives(compute: str, issued: Sequence[Issued]) -> None:
         compute: The compute stream whose work they wait for.
         issued: At least one.
     """
-    touched = [
-        _announced.pop(one.label) if one.label in _announced else _operands(one, compute)
-        for one in issued
-    ]
+    touched = [operands(one.label, one.done, compute) for one in issued]
     for started in dict.fromkeys(one.started for one in issued):
         recorded(compute, started)
     for stream, start in dict.fromkeys((one.stream, one.started) for one in issued):
@@ -280,10 +278,20 @@ def collectives(compute: str, issued: Sequence[Issued]) -> None:
         recorded(stream, done)
 
 
-def _operands(one: Issued, compute: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = (f"operands of {one.label}",)
-    access(one.label, compute, writes=names)
-    _results[one.done] = _results.get(one.done, ()) + names
+def operands(label: str, done: int, compute: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what a collective that is issued now reads and writes; see `collectives`.
+
+    Args:
+        label: Its label.
+        done: The event that will mark its end.
+        compute: The compute stream whose work it waits for.
+    """
+    announced = _announced.pop(label, None)
+    if announced is not None:
+        return announced
+    names = (f"operands of {label}",)
+    access(label, compute, writes=names)
+    _results[done] = _results.get(done, ()) + names
     return names, names
 
 

@@ -223,7 +223,8 @@ def _check_peers(comm: Comm, device: str) -> None:
         mine = torch.empty(comm.world * numel, device=device) if mine is None else mine
         mine.copy_(fulls[comm.rank])
         shards.append(poisoned(numel, torch.float32, device))
-        tickets.append(comm.reduce_scatter(shards[-1], mine, label=label))
+        lend = number == 1
+        tickets.append(comm.reduce_scatter(shards[-1], mine, label=label, lend=lend))
     own = slice(comm.rank * numel, (comm.rank + 1) * numel)
     peers = tickets[1].peers()
     if peers is not None:

@@ -35,7 +35,9 @@ class ThroughHost(ProcessGroupComm):
         full.data.copy_(host)  # the counter stays
         return DoneTicket(label)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         check_shards(full, shard, self.world, label)
         host = shard.cpu()
         super().reduce_scatter(host, full.cpu(), label=label).wait()

@@ -8,6 +8,7 @@ test chooses: a wait that is missing shows as a wrong sum in some of them.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,6 @@ from torch import Tensor
 Runnable = Callable[[], bool]
 """Tries to do one thing; returns whether it is done. What waits does nothing until it may go on."""
 
-EVENTS = ("posted", "done", "consumed")  # the order in which a reduction makes its events
-
 
 @dataclass
 class Devices:
@@ -29,7 +28,7 @@ class Devices:
 
     Attributes:
         world: Number of ranks.
-        left_out: What is missing: "wait <event>", or "barrier <channel>".
+        left_out: What is missing: "wait in <function of PeerGrads>", or "barrier <channel>".
     """
 
     world: int
@@ -71,14 +70,12 @@ class Stream:
         self.todo.append(run)
 
     def wait_event(self, event: Event) -> None:
-        if self.devices.left_out != f"wait {event.role}":
+        if self.devices.left_out != f"wait in {sys._getframe(1).f_code.co_name}":
             self.todo.append(lambda: event.reached)
 
 
 class Event:
-    def __init__(self, role: str) -> None:
-        self.role = role
-        self.reached = False
+    reached = False
 
     def record(self, stream: Stream) -> None:
         stream.launch(lambda: setattr(self, "reached", True))
@@ -90,13 +87,10 @@ class Event:
 class Cuda:
     """As much of `torch.cuda` as `PeerGrads` uses."""
 
+    Event = Event
+
     def __init__(self, devices: Devices, rank: int) -> None:
         self.compute = self.current = Stream(devices, f"compute of rank {rank}")
-        self._made = 0
-
-    def Event(self) -> Event:
-        self._made += 1
-        return Event(EVENTS[(self._made - 1) % len(EVENTS)])
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.current

@@ -247,7 +247,9 @@ class StreamedComm:
             inner = self._inner.all_gather(full, shard, label=label)
         return self._add("gather", inner)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         with _unwatched():
             inner = self._inner.reduce_scatter(shard, full, label=label)
         return self._add(self._reduces, inner)

@@ -41,7 +41,9 @@ class Counting(ProcessGroupComm):
         self.count(label, full)
         return super().all_gather(full, shard, label=label)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         self.count(label, full)
         return super().reduce_scatter(shard, full, label=label)
 

@@ -50,8 +50,9 @@ class Ticket(ABC):
     def peers(self) -> Sequence[torch.Tensor] | None:
         """Of a reduction, this rank's part of every rank's buffer instead of their sum.
 
-        For whoever sums them in a kernel that does more. They may be read until `wait`, which then
-        sums nothing: the target stays as it is.
+        For whoever sums them in a kernel that does more, on the current stream. They may be read
+        until `wait`, or until the next reduction, before which the caller waits. The wait then sums
+        nothing: the target stays as it is.
 
         Returns:
             1-D [shard_numel] each, in rank order; or None: only `wait` gives the sum.
@@ -236,10 +237,19 @@ class Comm(Protocol):
         """
         ...
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`.
 
         Only sums: averages round differently by path, so factors belong to whoever reads the sum.
+
+        Args:
+            shard: 1-D [full.numel() / world].
+            full: 1-D; it may lie in what `grads_buffer` gave.
+            label: See the class.
+            lend: The ticket will be asked for `peers`, so the sum need not begin before `wait`.
+                Ranks may differ in it.
         """
         ...
 

@@ -83,7 +83,9 @@ class HybridComm:
         """Gather inside the shard group; see `Comm`."""
         return self.shard.all_gather(full, shard, label=label)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         """Fill `shard` with its slot of the sum over all ranks; see `Comm`.
 
         The second level starts when the ticket of the first is waited on, so every rank must wait

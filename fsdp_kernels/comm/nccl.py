@@ -194,7 +194,9 @@ class NcclComm:
         what = full.data_ptr(), shard.data_ptr(), shard.nbytes
         return self._issue("all_gather", label, (full, shard), *what)
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
         check_shards(full, shard, self.world, label)
         check_reducible(full, "sum", label)

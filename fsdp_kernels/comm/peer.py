@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -143,7 +144,8 @@ class PeerMemory:
 
     def grouped(self) -> AbstractContextManager[object]:
         """Group the gathers; reductions start at once; see `Comm`."""
-        return self._base.grouped()
+        grads = self._grads
+        return self._base.grouped() if grads is None else _together(grads, self._base)
 
     def prepare_reductions(self, largest_bytes: int = 0) -> None:
         """Make gradient slots of at least so many bytes; see `Comm`.
@@ -156,6 +158,8 @@ class PeerMemory:
             return
         self._asked_grads = largest_bytes
         nbytes, side = slot_nbytes(largest_bytes), self._side
+        if self._grads is not None:
+            self._grads.give_back_all(side.cuda.current_stream(self.device))
         meeting = Meeting(self._open_group(), "PeerMemory")
         try:
             region = connect(side, SLOTS * nbytes, self.device, meeting)
@@ -182,7 +186,9 @@ class PeerMemory:
         self._check_open(label)
         return self._base.all_gather(full, shard, label=label)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
         check_shards(full, shard, self.world, label)
         check_reducible(full, "sum", label)
@@ -190,11 +196,11 @@ class PeerMemory:
         here = full.device == self.device
         buffer = self.grads_buffer(full.numel(), full.dtype, label=label) if here else None
         if buffer is None:
-            return self._base.reduce_scatter(shard, full, label=label)
+            return self._base.reduce_scatter(shard, full, label=label, lend=lend)
         if buffer.data_ptr() != full.data_ptr():
             buffer.copy_(full)
         assert self._grads is not None  # they gave the buffer
-        return self._grads.post(shard, label)
+        return self._grads.post(shard, label, lend=lend)
 
     def all_reduce(self, tensor: Tensor, op: ReduceName = "sum", *, label: str) -> Ticket:
         """Replace `tensor` by its sum, maximum or minimum over the ranks; see `Comm`."""
@@ -261,6 +267,12 @@ class PeerMemory:
     def _say(self, what: str) -> None:
         if self.rank == 0:
             logger.warning("fk.reduce: %s", what)
+
+
+@contextmanager
+def _together(grads: PeerGrads, base: Comm) -> Iterator[None]:
+    with base.grouped(), grads.grouped():
+        yield
 
 
 def _default_base(group: dist.ProcessGroup | None, device: torch.device) -> Comm:

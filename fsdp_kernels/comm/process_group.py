@@ -150,7 +150,9 @@ class ProcessGroupComm:
             raise collective_error("all_gather", label, self, error) from error
         return WorkTicket(label, "all_gather", self, work, (full, shard))
 
-    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: torch.Tensor, full: torch.Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
         check_shards(full, shard, self.world, label)
         check_reducible(full, "sum", label)

@@ -152,7 +152,9 @@ class SharedMemoryComm:
         self._check_open(label)
         return self._group.all_gather(full, shard, label=label)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         """Fill `shard` with this rank's slot of the sum of every rank's `full`; see `Comm`."""
         check_shards(full, shard, self.world, label)
         check_reducible(full, "sum", label)

@@ -69,7 +69,9 @@ class SoloComm:
             full.data.copy_(shard)
         return DoneTicket(label)
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor, *, label: str) -> Ticket:
+    def reduce_scatter(
+        self, shard: Tensor, full: Tensor, *, label: str, lend: bool = False
+    ) -> Ticket:
         """Copy `full`, unless it is `shard`; see `Comm`."""
         check_shards(full, shard, 1, label)
         check_reducible(full, "sum", label)
