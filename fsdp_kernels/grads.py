@@ -116,8 +116,12 @@ class BucketGrads(ShardGrads):
                     "Build the module with sparse=False."
                 )
 
-    def reduce(self) -> None:
-        """Issue the reduction of everything pending, zeros where no gradient came."""
+    def reduce(self, *, lend: bool = False) -> None:
+        """Issue the reduction of everything pending, zeros where no gradient came.
+
+        Args:
+            lend: `lend` will be asked for the ranks' gradients.
+        """
         bucket = self.bucket
         self.left_over = False
         numel, dtypes = bucket.layout.shard_numel, bucket.dtypes
@@ -143,7 +147,9 @@ class BucketGrads(ShardGrads):
         emit("reduce", bucket.unit.name, bucket.index)
         announce(bucket, name, FULL_GRADS, REDUCED)
         with span("reduce", bucket.unit.name, bucket.index):
-            self._ticket = bucket.comm.reduce_scatter(self.target, self.full_grads, label=name)
+            self._ticket = bucket.comm.reduce_scatter(
+                self.target, self.full_grads, label=name, lend=lend and self._may_lend()
+            )
 
     def reduced(self, used: Sequence[bool]) -> None:
         """Note that what was pending has been reduced and that `agreed` has these bits too."""
@@ -180,13 +186,16 @@ class BucketGrads(ShardGrads):
         None where the step would not see the bits that `finish` leaves, or the ranks' memory cannot
         be read. To be read until `take`.
         """
-        own, reduced = self.bucket.dtypes.own, self.bucket.dtypes.reduce
-        if self._ticket is None or self.present or own != reduced or own not in _WIDE:
+        if self._ticket is None or not self._may_lend():
             return None
         peers = self._ticket.peers()
         if peers is not None:
             self.scale = 1.0 / self.bucket.comm.everyone.world
         return peers
+
+    def _may_lend(self) -> bool:
+        own = self.bucket.dtypes.own
+        return not self.present and own == self.bucket.dtypes.reduce and own in _WIDE
 
     def known_used(self) -> list[bool]:
         """Which parameters have a gradient, of those that this rank knows of."""

@@ -206,7 +206,7 @@ class Reductions:
         if self._alone:
             self._note(unit.position)
         unit.issued = True
-        unit.reduce()
+        unit.reduce(self._stepping.to_lend(unit))
         self._issued.append(unit)
         self._running = unit
 

@@ -139,6 +139,12 @@ class Stepping:
         for unit, objections in zip(asked, words.tolist(), strict=True):
             self._decided[unit] = not objections
 
+    def to_lend(self, unit: Unit) -> list[Bucket]:
+        """Return the buckets whose gradients, reduced next, a step may read on all ranks itself."""
+        if not self.active or self._decided.get(unit) is False:
+            return []
+        return [bucket for bucket in unit.buckets if id(bucket) in self._owners]
+
     def _owns(self, unit: Unit) -> bool:
         return any(id(bucket) in self._owners for bucket in unit.reduced_buckets())
 

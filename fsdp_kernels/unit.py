@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
@@ -277,13 +278,17 @@ class Unit:
         for bucket in self.buckets:
             bucket.grads.leave_over()
 
-    def reduce(self) -> None:
-        """Issue the reductions of everything pending, zeros where no gradient came."""
+    def reduce(self, lend: Sequence[Bucket] = ()) -> None:
+        """Issue the reductions of everything pending, zeros where no gradient came.
+
+        Args:
+            lend: Buckets whose step reads the ranks' gradients, if it can.
+        """
         self._reducing = True
         buckets = self.reduced_buckets()
         with self._grouped(buckets):
             for bucket in buckets:
-                bucket.grads.reduce()
+                bucket.grads.reduce(lend=bucket in lend)
 
     def finish_reduce(self) -> None:
         """Wait for the reductions; the shards' gradients are then accumulated."""

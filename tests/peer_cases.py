@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import warnings
 from functools import partial
+from typing import Any
 
 import comm_contract
 import peer_side
 import torch
 import torch.distributed as dist
 from device_cases import CHECKS, SCENARIOS
-from models import Block, check, varied
+from models import Block, Net, Turn, build, check, mse, varied
 from torch import Tensor
 
-from fsdp_kernels import ProcessGroupComm, fully_shard
+from fsdp_kernels import ProcessGroupComm, ShardedAdamW, fully_shard, ops
 from fsdp_kernels.comm._checks import check_shards
 from fsdp_kernels.comm._peer_setup import PeerUnavailable
 from fsdp_kernels.comm.base import DoneTicket, ReduceName, Ticket
@@ -120,13 +121,45 @@ def sums_and_contract(rank: int, world: int, device: str) -> None:
 
 
 def train(rank: int, world: int, device: str) -> None:
-    """Compare with the unsharded model at every step."""
+    """Compare with the unsharded model at every step; steps in backward with those at the end."""
     comm = make(device)
     for name in ("float64", "float32", "no_sync"):
         shard = partial(fully_shard, units=Block, comm=comm)
         check(rank, world, varied(SCENARIOS[name], shard=shard, device=device))
     assert comm.grads_nbytes > 0
+    _step_in_backward(rank, world, device, comm)
     comm.close()
+
+
+def steps_in_backward(rank: int, world: int, device: str) -> None:
+    """Only the last part of `train`."""
+    comm = make(device)
+    _step_in_backward(rank, world, device, comm)
+    comm.close()
+
+
+def _step_in_backward(rank: int, world: int, device: str, comm: PeerMemory) -> None:
+    """The fused kernel reads the ranks' slots: the bits of sums that a step at the end reads."""
+    models: list[Any] = [
+        fully_shard(build(Net, torch.float32).to(device), units=Block, comm=comm) for _ in range(2)
+    ]
+    optimizers = [
+        ShardedAdamW(model.parameters(), lr=1e-2, overlap_backward=overlap)
+        for model, overlap in zip(models, (False, True), strict=True)
+    ]
+    fused, reduce_adam = [], ops.reduce_adam
+    ops.reduce_adam = lambda *args, **kwargs: fused.append(1) or reduce_adam(*args, **kwargs)
+    try:
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                mse(model, Turn(rank, world, step, torch.float32, device=device))
+                optimizer.step()
+                optimizer.zero_grad()
+            for p, q in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(p.to_local(), q.to_local()), f"step {step}"
+    finally:
+        ops.reduce_adam = reduce_adam
+    assert len(fused) == 4 * len(models[1].units), "no step read the ranks' slots"
 
 
 def misses_a_reduction(rank: int, world: int, device: str) -> list[str]:

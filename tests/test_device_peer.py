@@ -18,6 +18,7 @@ from harness import run_ranks
 from peer_sim import Owner
 from torch import Tensor
 
+from fsdp_kernels import ops
 from fsdp_kernels.comm._peer_grads import POSTED, SLOTS, PeerGrads
 from fsdp_kernels.comm._peer_setup import CudaSide, why_no_symmetric_memory
 from triton_ops import reference
@@ -44,9 +45,12 @@ class SharedRegion:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_ranks_of_one_process(world: int) -> None:
-    """The slots, streams and kernels of several ranks on one device: the reference's bits."""
+@pytest.mark.parametrize(("world", "lend"), [(2, False), (3, False), (8, False), (3, True)])
+def test_ranks_of_one_process(world: int, lend: bool) -> None:
+    """The slots, streams and kernels of several ranks on one device: the reference's bits.
+
+    What is lent is read by a kernel on the compute stream, which stands for the fused step.
+    """
     device, numel = torch.device("cuda", 0), 5 * 1024
     nbytes = world * numel * 8
     memory = [torch.empty(SLOTS * nbytes, dtype=torch.uint8, device=device) for _ in range(world)]
@@ -68,8 +72,14 @@ def test_ranks_of_one_process(world: int) -> None:
         for grads, full in zip(ranks, sent, strict=True):
             grads.begin(world * numel, dtype, label).copy_(full)
             packed.append(torch.cuda.current_stream().record_event())
-        tickets = [grads.post(shard, label) for grads, shard in zip(ranks, shards, strict=True)]
-        for ticket in tickets:
+        tickets = [
+            grads.post(shard, label, lend=lend) for grads, shard in zip(ranks, shards, strict=True)
+        ]
+        for ticket, shard in zip(tickets, shards, strict=True):
+            peers = ticket.peers()
+            assert (peers is not None) == lend
+            if peers is not None:
+                ops.reduce(peers, shard)
             ticket.wait()
 
     for number, dtype in enumerate((*DTYPES, *DTYPES)):
@@ -119,6 +129,7 @@ def test_a_missing_rank_is_an_error_with_a_label(device: str) -> None:
 
 def test_the_bodies_run_on_mapped_memory() -> None:
     run_ranks(peer_cases.sums_and_contract, 2, "cpu")
+    run_ranks(peer_cases.steps_in_backward, 2, "cpu")
     told, nothing = run_ranks(peer_cases.misses_a_reduction, 2, "cpu")
     assert nothing == []
     assert [text.split(":")[0] for text in told] == ["fk.reduce[second/0]", "fk.reduce[third/0]"]
