@@ -20,7 +20,7 @@ in_flight: dict[int, tuple[Any, tuple[torch.Tensor, ...]]] = {}
 _storage_over = torch._C._construct_storage_from_data_pointer
 
 
-def lend(tensor: torch.Tensor) -> torch.Tensor:
+def unheld(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 1-D tensor over the same memory that does not count as a holder of it.
 
     Gloo's threads drop what they were given some time after the wait for it has returned. Whoever

@@ -19,7 +19,7 @@ from fsdp_kernels.comm._checks import (
     check_shards,
     check_src,
 )
-from fsdp_kernels.comm._group_ticket import Scratch, SumTicket, WorkTicket, lend
+from fsdp_kernels.comm._group_ticket import Scratch, SumTicket, WorkTicket, unheld
 from fsdp_kernels.comm._groups import twin
 from fsdp_kernels.comm.base import (
     Comm,
@@ -165,7 +165,9 @@ class ProcessGroupComm:
         try:
             if self._gloo_on_cpu and not full.is_cuda:
                 parts = self._scratch.take(full)
-                work = dist.all_to_all_single(lend(parts), lend(full), group=group, async_op=True)
+                work = dist.all_to_all_single(
+                    unheld(parts), unheld(full), group=group, async_op=True
+                )
                 return SumTicket(label, self, work, (parts, shard, full), self._scratch)
             shard, full = _as_real(shard), _as_real(full)
             work = _reduce_scatter(shard, full, group=group, async_op=True)
@@ -225,7 +227,7 @@ class ProcessGroupComm:
         self._scratch = Scratch()
 
     def _lent(self, tensor: torch.Tensor) -> torch.Tensor:
-        return lend(tensor) if self._gloo_on_cpu and tensor.is_cpu else tensor
+        return unheld(tensor) if self._gloo_on_cpu and tensor.is_cpu else tensor
 
     def _is_local(self, tensor: torch.Tensor) -> bool:
         # Nothing to move: a group of one on CPU, or an empty bucket (the same on all ranks). A
