@@ -6,9 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp_kernels import ops
 from fsdp_kernels._adam_plan import BucketPlan, Plan
-from fsdp_kernels.accesses import SHARD_GRADS, note
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.trace import label
 
@@ -23,11 +21,8 @@ def sum_of_squares(plan: Plan, active: list[BucketPlan]) -> Tensor:
     # Nearly always one comm and one scale: then this is one sum and one all-reduce.
     parts: dict[tuple[Comm, float], list[Tensor]] = {}
     for b in active:
-        grads = b.bucket.shard_grads
-        assert grads is not None
         key = (b.bucket.comm, b.bucket.grad_scale)
-        note(b.bucket, "norm", SHARD_GRADS)
-        parts.setdefault(key, []).append(ops.norm(grads, b.table))
+        parts.setdefault(key, []).append(b.bucket.grads.squares(b.table))
     totals: dict[Comm, Tensor] = {}
     for (comm, scale), norms in parts.items():
         squares = torch.stack(norms).sum(0)[:1] * (scale * scale)

@@ -53,8 +53,17 @@ class Gathers:
         except RuntimeError:  # sparse tensors and wrappers have no memory of their own
             return None
 
+    def carries(self, unit: Unit) -> bool:
+        """Whether a unit stays full from forward to backward, since a free would free no memory.
+
+        On all ranks or none: over two levels, not every shard group needs to share memory.
+        """
+        return unit.is_placed() and self._comm.everyone is self._comm
+
     def ensure_full(self, unit: Unit) -> None:
         """Make a unit's parameters readable, and let its modules see them."""
+        if unit.carried and self.in_backward:
+            self._begin_turn(unit)
         if not unit.is_sharded() and not unit.is_current():
             unit.free()  # edited since it was gathered
         if unit.is_full():
@@ -66,6 +75,15 @@ class Gathers:
         if unit.is_sharded():
             self._gather(unit)
         unit.wait()
+
+    def _begin_turn(self, unit: Unit) -> None:
+        """Do for a unit that is full since its forward what goes with a gather in backward.
+
+        The next gather is not made by one rank alone, which may be the only one that was edited.
+        """
+        unit.check_carried()
+        unit.carried = False
+        self._reductions.before_gather(unit, self.in_backward)
 
     def is_ready(self, unit: Unit) -> bool:
         """Whether `ensure_full` has nothing to do for a unit that this backward came to before."""

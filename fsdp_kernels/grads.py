@@ -167,11 +167,15 @@ class BucketGrads(ShardGrads):
             return
         assert target is not None
         self._ticket = None
+        table, squares = self.norm_table, None
         try:
-            ticket.wait()
+            if table is None or target is not self.shard_grads:
+                ticket.wait()
+            else:
+                squares = ticket.wait_measured(table)
         finally:
             self._release_full()
-        self.add(target)
+        self.add(target, squares)
         self._let_target_go()
 
     # -- steps in backward ------------------------------------------------------------------------

@@ -203,6 +203,7 @@ class Runtime:
 
     def _close(self, unit: Unit, frame: Frame, output: Any) -> None:
         keep = self._keeps(unit, frame.grad)
+        carry = frame.grad and not keep and self.gathers.carries(unit)
         # No weight saved here: backward needs none (an embedding), or other hooks inside the unit
         # (checkpointing, a user's own) have them. Then it must be full when it is come to.
         reads = unit.packed or unit.has_children or self.saved == unit.saved_before
@@ -216,7 +217,8 @@ class Runtime:
                     "give the weight to the unit that uses it."
                 )
         if unit.is_full():
-            if keep:
+            if keep or carry:
+                unit.carried = carry
                 unit.hide()
             else:
                 unit.free()

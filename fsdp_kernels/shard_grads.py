@@ -9,18 +9,29 @@ whoever reads `p.grad` first has it applied to the whole bucket, once. How the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fsdp_kernels import trace
+from fsdp_kernels import ops, trace
 from fsdp_kernels.accesses import REDUCED, SHARD_GRADS, hold, note
 from fsdp_kernels.flat_shard import HINT, FlatShard
 from fsdp_kernels.streams import Place
+from triton_ops._fragments import FragmentTable
 
 if TYPE_CHECKING:
     from fsdp_kernels.bucket import Bucket
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a reduction found out about its sum on the way: see `ShardGrads.squares`."""
+
+    table: FragmentTable
+    squares: Tensor
+    version: int
 
 
 class ShardGrads:
@@ -35,6 +46,8 @@ class ShardGrads:
             applied.
         agreed: bool [n_params] on the device, a slice of the runtime's: used by any rank since the
             last `forget`.
+        norm_table: The fragments whose norm an optimizer took of the last gradients: it will want
+            that of the next ones, which is cheap while they are being summed.
         taken: Whether a step in backward has used the gradients up, and the optimizer's `step()`
             has not come yet.
     """
@@ -52,6 +65,8 @@ class ShardGrads:
         self._cleared: set[int] = set()  # set to None since the sum came, but still in it
         self._host_used = [False] * n  # what `agreed` holds
         self._views: list[FlatShard] | None = None
+        self.norm_table: FragmentTable | None = None
+        self._measured: _Measured | None = None
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -69,12 +84,14 @@ class ShardGrads:
             note(bucket, "allocate", writes=SHARD_GRADS)
         return self.shard_grads
 
-    def add(self, summed: Tensor) -> None:
+    def add(self, summed: Tensor, squares: Tensor | None = None) -> None:
         """Add a sum over the ranks to what is there; it may lie in `storage()` if nothing is.
 
         Args:
             summed: 1-D [shard_numel], reduce dtype.
+            squares: What `ops.norm` would say of it for `norm_table`, or None.
         """
+        table, self.norm_table, self._measured = self.norm_table, None, None
         mean = 1.0 / self.bucket.comm.everyone.world
         self._apply_cleared()
         if not self.present:
@@ -84,6 +101,8 @@ class ShardGrads:
                 note(self.bucket, "accumulate", REDUCED, SHARD_GRADS)
                 if trace.recorders:
                     hold(self.bucket, SHARD_GRADS)
+            elif squares is not None and table is not None:
+                self._measured = _Measured(table, squares, storage._version)
             self.scale = mean
         else:
             assert self.shard_grads is not None
@@ -91,6 +110,21 @@ class ShardGrads:
             note(self.bucket, "accumulate", REDUCED, SHARD_GRADS)
         self.present = True
         self._cleared.clear()
+
+    def squares(self, table: FragmentTable) -> Tensor:
+        """Return what `ops.norm` says of `shard_grads`, float64 [2] on the device.
+
+        Args:
+            table: The fragments whose elements count.
+        """
+        grads, measured = self.shard_grads, self._measured
+        assert grads is not None
+        self.norm_table = table
+        # Whoever was shown them had the scale applied first, which counts as a change.
+        if measured is not None and measured.table is table and measured.version == grads._version:
+            return measured.squares
+        note(self.bucket, "norm", SHARD_GRADS)
+        return ops.norm(grads, table)
 
     def let_go(self) -> None:
         """Give the memory up; whoever was shown it keeps it."""
@@ -107,6 +141,7 @@ class ShardGrads:
         if self._views is not None:
             self.let_go()
         self.present = False
+        self._measured = None
         self.scale = 1.0
         self._cleared.clear()
         self._forget_used()

@@ -63,6 +63,8 @@ class Unit:
         inner: Whether a gradient came from a backward inside the present one.
         stepped: Whether the present backward has stepped the unit.
         deadline: Gather clock at which all ranks issue the reduction; -1 before they have agreed.
+        carried: Whether the unit stays full, and hidden, for backward because a free would free no
+            memory. Its turn there counts as a gather.
         has_pending: Whether a backward under `no_sync` left gradients that are still to be reduced;
             the same on every rank, whichever parameters each of them used.
     """
@@ -88,6 +90,7 @@ class Unit:
         self.inner = self.stepped = False
         self.last_arrival = -1
         self.deadline = -1
+        self.carried = False
         self._reducing = False
         self._hidden = False
         self._state = State.SHARDED
@@ -198,7 +201,7 @@ class Unit:
         self._free_buckets()
 
     def _free_buckets(self) -> None:
-        self._hidden = False
+        self._hidden = self.carried = False
         fault: RuntimeError | None = None
         for bucket in self.buckets:
             self.runtime.gathers.disclaim(bucket)
@@ -227,12 +230,20 @@ class Unit:
         """Refuse a backward whose forward had other parameters; only this rank may know of it."""
         for bucket in self.buckets:
             if bucket.has_stale():
-                raise RuntimeError(
-                    f"unit '{self.label}': expected its parameters unchanged between forward and "
-                    f"backward (strategy '{self.strategy.name}' keeps them), got an in-place "
-                    "change (an edit, a load or an optimizer step). Run backward before changing "
-                    "parameters."
-                )
+                self._refuse_edited(f"strategy '{self.strategy.name}' keeps them")
+
+    def check_carried(self) -> None:
+        """Refuse a backward whose forward had other parameters; only this rank may know of it."""
+        if not self.is_current():
+            self._refuse_edited("over shared memory they stay gathered")
+
+    def _refuse_edited(self, why: str) -> NoReturn:
+        raise RuntimeError(
+            f"unit '{self.label}': expected its parameters unchanged between forward and "
+            f"backward ({why}), got an in-place "
+            "change (an edit, a load or an optimizer step). Run backward before changing "
+            "parameters."
+        )
 
     def is_current(self) -> bool:
         """Whether what was gathered still is what the shards say."""

@@ -30,7 +30,7 @@ from models import (
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_kernels import ShardedAdam, ShardedAdamW, ops
+from fsdp_kernels import ShardedAdam, ShardedAdamW, SharedMemoryComm, ops
 from fsdp_kernels.flat_shard import FlatShard
 
 WORLDS = [1, 2, 3, 4]
@@ -153,7 +153,9 @@ def launches(rank: int, world: int) -> None:
             mock.patch.object(comm, "all_reduce", counted("all_reduce", comm.all_reduce)),
         ):
             optimizer.step()
-        assert calls == ["norm"] * 3 + ["all_reduce", "coefs"] + ["adam"] * 3
+        # Over shared memory reductions measure, once they know that somebody will ask.
+        norms = 0 if step and isinstance(buckets[0].comm, SharedMemoryComm) else 3
+        assert calls == ["norm"] * norms + ["all_reduce", "coefs"] + ["adam"] * 3
         optimizer.zero_grad()
 
 

@@ -68,12 +68,15 @@ SETTLED: dict[int, list[str]] = {
         *END,
     ],
 }
-"""By prefetch: a root, which stays gathered, and two blocks, of which the last stays gathered."""
+"""By prefetch: a root, which stays gathered, and two blocks, of which the last stays gathered.
+
+Over shared memory all of them do: see `test_carried.py`.
+"""
 
 
 def recorded(rank: int, world: int, prefetch: int) -> list[list[str]]:
     model = build(partial(Net, depth=2))
-    fully_shard(model, units=Block, prefetch=prefetch)
+    fully_shard(model, units=Block, prefetch=prefetch, comm="process_group")
     optimizer = sharded_adamw(model.parameters())
     steps = []
     for step in range(4):
@@ -100,7 +103,8 @@ def trained_bits(rank: int, world: int, prefetch: int) -> list[Tensor]:
     """Train with changing paths, so that predictions miss; return every number that came out."""
     torch.manual_seed(0)
     model: nn.Module = build(partial(Net, depth=4))
-    fully_shard(model, units=lambda m: isinstance(m, (Block, nn.LayerNorm)), prefetch=prefetch)
+    units = (Block, nn.LayerNorm)
+    fully_shard(model, units=units, prefetch=prefetch, comm="process_group")
     optimizer = sharded_adamw(model.parameters(), max_grad_norm=0.1)
     bits = []
     for step in range(6):

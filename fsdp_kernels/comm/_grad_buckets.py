@@ -17,6 +17,7 @@ from torch import Tensor
 from fsdp_kernels import ops
 from fsdp_kernels.comm._arena import Arena, error_of
 from fsdp_kernels.comm.base import Ticket
+from triton_ops._fragments import FragmentTable
 
 SLOTS = 2  # gradient buckets of each rank, used in turn
 
@@ -102,13 +103,21 @@ class GradBuckets:
 class _SumTicket(Ticket):
     """A reduction: this rank's part is summed when it is waited on, or its memory is needed."""
 
-    __slots__ = ("_buckets", "_peers", "_shard")
+    __slots__ = ("_buckets", "_measured", "_peers", "_shard", "_table")
 
     def __init__(self, label: str, buckets: GradBuckets, shard: Tensor) -> None:
         super().__init__(label)
         self._buckets = buckets
         self._shard: Tensor | None = shard
         self._peers: list[Tensor] | None = None
+        self._table: FragmentTable | None = None
+        self._measured: Tensor | None = None
+
+    def wait_measured(self, table: FragmentTable) -> Tensor | None:
+        """Measure the blocks of the sum while they are in cache; see `Ticket`."""
+        self._table = table
+        self.wait()
+        return self._measured
 
     def peers(self) -> Sequence[Tensor] | None:
         """The ranks' buckets themselves, until `wait`; see `Ticket`."""
@@ -131,6 +140,6 @@ class _SumTicket(Ticket):
         peers = peers or self._buckets.lend(shard, self.label)
         try:
             if not summed:
-                ops.reduce(peers, shard)
+                self._measured = ops.reduce(peers, shard, table=self._table)
         finally:
             self._buckets.consume()

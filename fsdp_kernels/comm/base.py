@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fsdp_kernels import trace
 from fsdp_kernels.streams import Streams
+from triton_ops._fragments import FragmentTable
 
 ReduceName = Literal["sum", "max", "min"]
 
@@ -57,6 +58,18 @@ class Ticket(ABC):
         Returns:
             1-D [shard_numel] each, in rank order; or None: only `wait` gives the sum.
         """
+        return None
+
+    def wait_measured(self, table: FragmentTable) -> torch.Tensor | None:
+        """`wait` for a reduction; return what `ops.norm` would say of its target, where it is free.
+
+        Args:
+            table: The fragments whose elements count.
+
+        Returns:
+            float64 [2]: squared norm, number of non-finite elements; or None: not measured.
+        """
+        self.wait()
         return None
 
     @abstractmethod
