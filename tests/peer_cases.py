@@ -217,5 +217,7 @@ def over_nvlink(rank: int, world: int, switches: bool) -> str:
     for name in ("float64", "float32"):
         shard_with = partial(fully_shard, units=Block, comm=comm)
         check(rank, world, varied(SCENARIOS[name], shard=shard_with, device="cuda"))
+    if not switches:
+        _step_in_backward(rank, world, "cuda", comm)
     comm.close()
     return ""
