@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import peer_side
+import pytest
 import test_overlap
 import torch
 from happens_before import SitedLog, races
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from fsdp_kernels import ops
 from fsdp_kernels.comm import _peer_grads, _peer_log, pick
 from fsdp_kernels.trace import Waited, record_schedule
+from triton_ops._common import interpreted
 
 
 class Wide(nn.Linear):
@@ -58,17 +60,24 @@ CASES_HERE: dict[str, Case] = {
         "unused on some ranks",
         "bf16",
         "bf16 compute",
-        "two optimizers",
     )
 }
 CASES_HERE["two dtypes"] = Case(partial(Net, block=TwoDtypes), steps=3)
 
 
-def same_bits(rank: int, world: int, names: list[str]) -> dict[str, int]:
-    """Compare with the step at the end, on one communicator; count what was stepped by fusion."""
+def same_bits(rank: int, world: int, names: list[str], triton: bool = False) -> dict[str, int]:
+    """Compare with the step at the end, on one communicator; count what was stepped by fusion.
+
+    Args:
+        rank, world: See `run_ranks`.
+        names: Of `CASES_HERE`.
+        triton: The fused kernel is that of a device, interpreted.
+    """
     comm: Any = peer_side.make()
     test_overlap.CASES = CASES_HERE
     fused, reduce_adam = 0, ops.reduce_adam
+    if triton:
+        from triton_ops.reduce_adam import reduce_adam
 
     def counted(*args: Any, **kwargs: Any) -> None:
         nonlocal fused
@@ -86,16 +95,24 @@ def same_bits(rank: int, world: int, names: list[str]) -> dict[str, int]:
 
 def test_the_bits_of_the_step_at_the_end() -> None:
     """Over the model's whole life; two models at a time take turns at the slots."""
-    for counts in run_ranks(same_bits, 2, list(CASES_HERE)):
+    names = [name for name in CASES_HERE if name != "bf16 compute"]
+    for counts in run_ranks(same_bits, 2, names):
         assert counts.pop("bf16") == 0, "a sum in bf16 has fewer bits"
         assert counts.pop("unused") == 0, "a unit that is never complete waits for the agreement"
-        assert counts["bf16 compute"] == 4 * 4, "of steps and units"
         assert counts["two dtypes"] == 3 * (4 + 3), "of steps and buckets"
         assert all(count > 0 for count in counts.values()), counts
     of_three = run_ranks(same_bits, 3, ["unused on some ranks", "two dtypes"])
     assert all(counts["unused on some ranks"] > 0 for counts in of_three)
     # The last rank has nothing but padding of the second bucket, but is waited for.
     assert [counts["two dtypes"] for counts in of_three] == [21, 21, 12]
+
+
+@pytest.mark.skipif(not interpreted(), reason="this process compiles Triton kernels")
+def test_the_bits_of_a_devices_kernel() -> None:
+    """What the runtime hands to it, the Triton kernel takes: here it runs in the interpreter."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    for counts in run_ranks(same_bits, 2, ["bf16 compute"], True):
+        assert counts == {"bf16 compute": 4 * 4}, "steps and units"
 
 
 def watched_here(rank: int, world: int) -> Any:
