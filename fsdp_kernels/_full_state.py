@@ -34,7 +34,7 @@ class Members:
 
     @classmethod
     def of(cls, model: nn.Module, where: str) -> Members:
-        """List them, after cleaning up what a failed step left.
+        """List them, after cleaning up what a failed step left (collective then).
 
         Raises:
             ValueError: If nothing in the model is sharded.
@@ -56,16 +56,16 @@ class Members:
             )
         buckets = {id(p.bucket): p.bucket for p in params.values()}
         for runtime in {id(b.runtime): b.runtime for b in buckets.values()}.values():
-            runtime.recover()
+            runtime.finish_failed()  # no collective comes before: others may still be in it
         first = next(iter(buckets.values()))
         return cls(params, buffers, other, Peers(first.comm.everyone, first.device))
 
     def check_whole(self, where: str) -> None:
-        """Raise RuntimeError, on every rank, while the parameters are of two steps (collective)."""
+        """Raise RuntimeError, on every rank, before a step is whole (collective)."""
         torn = None
         try:
             for runtime in {id(b.runtime): b.runtime for b in self.buckets}.values():
-                runtime.stepping.check(where)
+                runtime.stepping.check_saved(where)
         except RuntimeError as error:
             torn = str(error)
         self.peers.check(torn, RuntimeError)
@@ -100,7 +100,8 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, A
         parameter is there, with one tensor. One bucket is whole on the device at a time.
 
     Raises:
-        RuntimeError: On every rank, if parameters are of two steps (see `overlap_backward`).
+        RuntimeError: On every rank, if parameters are of two steps, or `step()` has not come yet
+            (see `overlap_backward`).
     """
     members = Members.of(model, "full_state_dict")
     members.check_whole("full_state_dict")

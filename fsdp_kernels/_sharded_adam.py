@@ -160,9 +160,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, those pending under `no_sync` too, or set them to zero."""
-        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        if not all(isinstance(p, FlatShard) for p in params):
-            return super().zero_grad(set_to_none)  # not sharded yet
+        if not self._is_sharded():
+            return super().zero_grad(set_to_none)
         plan = self._current_plan("zero_grad")
         for runtime in plan.runtimes:
             runtime.recover()
@@ -181,7 +180,16 @@ class ShardedAdamBase(torch.optim.Optimizer):
                     p.grad.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch's form: by index, moments as `FlatShard`s of this rank."""
+        """Return the state in torch's form: by index, moments as `FlatShard`s of this rank.
+
+        Raises:
+            RuntimeError: With `overlap_backward`, if the last backward failed half-way, or `step()`
+                has not come after it.
+        """
+        if self.overlap_backward and self._is_sharded():
+            for runtime in self._current_plan("state_dict").runtimes:
+                runtime.recover()
+                runtime.stepping.check_saved(f"{self._where}.state_dict")
         packed = super().state_dict()
         packed["state"] = {k: v for k, v in packed["state"].items() if v}
         return packed
@@ -189,6 +197,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy a state into the flat buffers, which stay where they are.
+
+        Call it on every rank: after a failed backward it is collective.
 
         Args:
             state_dict: From this class or from `torch.optim.Adam` or `AdamW`. Moments may be
@@ -213,7 +223,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
         for p, entry in loaded.items():
             self._load_entry(plan, p, entry)
         for runtime in plan.runtimes:
-            runtime.recover()  # first: else the next call would find the failure, after the load
+            # First: else the next call would find the failure, after the load.
+            runtime.finish_failed()
             runtime.stepping.reset()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -223,6 +234,10 @@ class ShardedAdamBase(torch.optim.Optimizer):
         plan = self._current_plan("materialise")
         for p in params:
             self._enter(plan, cast(FlatShard, p))
+
+    def _is_sharded(self) -> bool:
+        params = chain.from_iterable(g["params"] for g in self.param_groups)
+        return all(isinstance(p, FlatShard) for p in params)
 
     def _current_plan(self, verb: str) -> Plan:
         """Return the plan, rebuilt if the groups changed since the last call."""
@@ -303,9 +318,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
 
     def owned(self) -> Iterable[Bucket]:
         """Return the buckets that this optimizer steps in backward, as soon as they are reduced."""
-        params = chain.from_iterable(g["params"] for g in self.param_groups)
-        if not all(isinstance(p, FlatShard) for p in params):
-            return []  # not sharded yet; step() says so
+        if not self._is_sharded():
+            return []  # not yet; step() says so
         check_overlap(self, f"{self._where}: backward")
         plan = self._current_plan("backward")
         return [b.bucket for b in plan.buckets if b.holds_all_trainable()]

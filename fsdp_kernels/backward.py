@@ -108,7 +108,8 @@ class Backward:
             if other.is_idle():
                 other.free()
         self._stepping.freed()
-        self._reductions.finish_due()
+        if self._stepping.active and not self._gathers.is_expecting(self._order):
+            self._reductions.finish_due()  # else the next gather does, whose round it is, too
         for other in left:
             self._reductions.left(other)
         if unit not in self._touched:
@@ -139,8 +140,10 @@ class Backward:
         # backward (re-entrant checkpointing) finds the outer one's token alive.
         token = _Token()
         self._token = weakref.ref(token)
-        end = functools.partial(self._end, token)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        torch.autograd.Variable._execution_engine.queue_callback(
+            functools.partial(self._end, token)
+        )
+        del token  # else it lived as long as the traceback of what is raised from here
         self.under_way = self._gathers.in_backward = True
         buckets = [bucket for unit in self._units for bucket in unit.buckets]
         self._accumulating = any(b.grads.present or b.grads.left_over for b in buckets)
@@ -184,7 +187,7 @@ class Backward:
         lost = self.under_way and self._accumulating
         if self.under_way:
             self._reductions.abandon()
-            self._stepping.abandon()
+            self._stepping.abandon(self._current)
         self._order.abandon()
         self._forget()
         return lost

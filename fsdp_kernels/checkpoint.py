@@ -56,8 +56,8 @@ def save(
 
     Raises:
         ValueError: On every rank, before anything is written, if an argument is of no use.
-        RuntimeError: On every rank, if any could not write, or if parameters are of two steps (see
-            `overlap_backward`); what was at the path is untouched.
+        RuntimeError: On every rank, if any could not write, if parameters are of two steps, or if
+            `step()` has not come yet (see `overlap_backward`); what was at the path is untouched.
     """
     where = "checkpoint.save"
     members = Members.of(model, where)

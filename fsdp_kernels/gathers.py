@@ -102,6 +102,13 @@ class Gathers:
             if unit.is_sharded() and not unit.stepped:  # what was stepped, backward has done with
                 self._gather(self._units[position])
 
+    def is_expecting(self, order: Order) -> bool:
+        """Whether an order expects gathers that were not issued yet."""
+        units = self._units
+        return any(
+            units[i].is_sharded() and not units[i].stepped for i in order.upcoming(len(order.last))
+        )
+
     def renew(self) -> None:
         """Let go of what was kept and any rank needs to gather (collective where units keep).
 

@@ -60,6 +60,7 @@ class Reductions:
         self._issued: list[Unit] = []
         self._running: Unit | None = None
         self._failed = False
+        self._rounds = 0  # before the last gather of this backward
         self.unsettled = False
         self._backwards = 0
         # Hash of the gathers since the ranks last agreed; of the reductions where a rank gathers
@@ -88,7 +89,7 @@ class Reductions:
     def begin_backward(self) -> None:
         """Lay out what is to be reduced and when."""
         self.settle()
-        self.clock = 0
+        self.clock = self._rounds = 0
         self._issued = []
         due = [unit for unit in self._to_reduce() if unit.deadline >= 0]
         self._queue = deque(sorted(due, key=lambda unit: unit.deadline))
@@ -101,15 +102,25 @@ class Reductions:
             # What is kept is not sent: a rank that gathers what others kept is out of step.
             self._note(2 * unit.position + unit.has_kept())
         if in_backward:
-            self.finish_due()
+            if self._stepping.active:
+                self._meet_before(unit)
             self._issue_due()
             self.clock += 1
 
-    def finish_due(self) -> None:
-        """Where units are stepped: finish a reduction that every rank has issued by now.
+    def _meet_before(self, unit: Unit) -> None:
+        """Finish what is due, and hold a round before a gather, if that was none.
 
-        Called where every rank comes by: at gathers, and where backward comes to another unit.
+        The gather would wait for a rank whose backward has failed. What is due is one on all ranks
+        when they come to a gather, however early each has finished it, and so are the rounds.
         """
+        self.finish_due()
+        waits = unit.is_sharded() and not unit.has_kept() and not self._alone
+        if waits and self._stepping.rounds == self._rounds:
+            self._stepping.meet()
+        self._rounds = self._stepping.rounds
+
+    def finish_due(self) -> None:
+        """Where units are stepped: finish a reduction that every rank has issued by now."""
         running = self._running
         if self._stepping.active and running is not None and running.deadline < self.clock:
             self._finish_running()
@@ -234,15 +245,14 @@ class Reductions:
         """
         if not self._failed:
             return
+        heard = self._stepping.report(self._issued)
+        while heard.going:  # a rank in a backward has heard that it must end, and will be here
+            heard = self._stepping.report(self._issued)
         self._failed = False
-        steps = len(self._stepping.failed)
-        words = torch.tensor([len(self._issued), steps, -steps], dtype=torch.float64)
-        words = self._comm.agree(words, label=label("agree", "failed backward"))
-        most, most_steps, least_steps = (int(word) for word in words.tolist())
-        self._stepping.alike = most_steps == -least_steps
-        # A rank may be behind by units that were complete on another and due: the next in line.
-        for _ in range(most - len(self._issued)):
-            unit = self._queue.popleft()
+        numbers = heard.units.tolist()
+        # A rank may be behind by units that were complete on another and due. All have one order.
+        behind = [unit for unit in self._units if numbers[unit.position] > len(self._issued)]
+        for unit in sorted(behind, key=lambda unit: numbers[unit.position]):
             unit.reduce()
             self._issued.append(unit)
         for unit in self._issued:
@@ -255,9 +265,9 @@ class Reductions:
         """One small exchange between the hosts; returns the units to be reduced once more.
 
         Its words are, under a maximum: a bit for each parameter (used), for each unit whether a
-        gradient came late and when the last one came, and two numbers with their negatives, which
-        are equal on all ranks if and only if the two maxima cancel: which backward this is, and a
-        hash of the gathers (or reductions) since the last one.
+        gradient came late and when the last one came, and three numbers with their negatives,
+        which are equal on all ranks if and only if the two maxima cancel: which backward this is, a
+        hash of the gathers (or reductions) since the last one, and what is stepped in backward.
         """
         buckets = {bucket for unit in reduced for bucket in unit.buckets}
         bits: list[bool] = []
@@ -265,7 +275,7 @@ class Reductions:
             pending = bucket.grads.pending
             bits.extend(pending if bucket in buckets else [False] * len(pending))
         self._backwards = (self._backwards + 1) % _HASH
-        same = [self._backwards, self._sequence]
+        same = [self._backwards, self._sequence, self._stepping.owned]
         late = [unit.late for unit in self._units]
         arrivals = [unit.last_arrival for unit in self._units]
         # NOTE: words of the hosts, agreed between the hosts: a late bit or a deadline decides what
@@ -299,13 +309,15 @@ class Reductions:
 
     def _check_same(self, checks: Sequence[float]) -> None:
         rank = self._comm.rank
-        if checks[0] != -checks[2]:
+        half = len(checks) // 2
+        largest, smallest = checks[:half], [-number for number in checks[half:]]
+        if largest[0] != smallest[0]:
             raise RuntimeError(
                 f"backward on rank {rank}: expected every rank in the same backward, got number "
-                f"{-checks[2]:g} on one and {checks[0]:g} on another, {self._backwards} here. Run "
-                "the same number of forwards and backwards on every rank."
+                f"{smallest[0]:g} on one and {largest[0]:g} on another, {self._backwards} here. "
+                "Run the same number of forwards and backwards on every rank."
             )
-        if checks[1] != -checks[3]:
+        if largest[1] != smallest[1]:
             order = ", ".join(self._units[i].label for i in self._forward.first_visits())
             verb, mixed = ("reduce", "gradients") if self._alone else ("gather", "weights")
             raise RuntimeError(
@@ -314,3 +326,6 @@ class Reductions:
                 "were mixed: discard this step, and call the same modules in the same order on "
                 "every rank."
             )
+        if largest[2] != smallest[2]:
+            self._stepping.refuse_owned()
+        self._stepping.agree_owned()

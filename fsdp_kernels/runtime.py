@@ -289,7 +289,7 @@ class Runtime:
 
     def begin_editing(self) -> None:
         """Refuse forwards until `end_editing`: they would not see the edits."""
-        self.recover()
+        self.finish_failed()
         if self._depth or self.backward.under_way or self._editing:
             raise RuntimeError(
                 "full_params: expected no forward, backward or full_params under way, got one. "
@@ -303,7 +303,7 @@ class Runtime:
 
     def ensure_full(self, unit: Unit) -> None:
         """Gather and wait, for `unshard()`."""
-        self.recover()
+        self.finish_failed()
         if self._depth == 0 and not self.backward.under_way:
             self.gathers.free_kept()
             self.gathers.renew()
@@ -314,7 +314,6 @@ class Runtime:
     @staticmethod
     def note_arrival(bucket: Bucket, index: int) -> None:
         """Note that autograd has left a parameter's gradient in its leaf."""
-        bucket.grads.unpacked = True  # first: what follows may raise
         if trace.recorders:
             accesses.note_arrival(bucket, index)
         bucket.unit.runtime.backward.arrived(bucket, index)
@@ -343,7 +342,11 @@ class Runtime:
                 unit.free()
 
     def finish_failed(self) -> None:
-        """Clean up after a failed backward, the reductions that it had issued too (collective)."""
+        """Clean up after a failed backward, the reductions that it had issued too (collective).
+
+        Whatever else is collective comes after it: another rank may be in that backward still, and
+        hears of the failure here.
+        """
         self.recover()
         self.reductions.settle()
 

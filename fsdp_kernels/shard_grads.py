@@ -71,10 +71,12 @@ class ShardGrads:
     # -- memory -----------------------------------------------------------------------------------
 
     def storage(self) -> Tensor:
-        """Return `shard_grads`, made if there is none: the caller then writes all of it."""
+        """Return `shard_grads`, made if there is none."""
         if self.shard_grads is None:
             bucket = self.bucket
-            self.shard_grads = torch.empty(
+            # Padding is reduced too (packing zeroes it), but zeros now keep it finite whatever is
+            # read first.
+            self.shard_grads = torch.zeros(
                 bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device
             )
             self.generation += 1

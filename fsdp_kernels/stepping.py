@@ -2,25 +2,30 @@
 """Steps that a backward takes: which units, when, and what becomes of one that fails half-way.
 
 An optimizer with `overlap_backward=True` registers itself here. When a reduction is waited for, the
-ranks exchange one word: whether anything still speaks against a step of that unit. If nothing does,
-on any rank, the bucket's owner steps with what was reduced, and the gradients' memory goes. If
-something does, the unit is stepped at the end of the backward, when the ranks know which parameters
-any of them used and which gradients came late.
+ranks say whether anything still speaks against a step of that unit. If nothing does, on any rank,
+the bucket's owner steps with what was reduced, and the gradients' memory goes. If something does,
+the unit is stepped at the end of the backward, when the ranks know which parameters any of them
+used and which gradients came late.
+
+Ranks must step alike: before the first backward, and whenever a backward steps, they agree on the
+set of buckets that have an owner. Where none had one in the last backward, nobody asks; the first
+backward that could step again does not, and its end tells whether the next one may.
 """
 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
-import torch
 from torch import Tensor
 
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.comm.base import Comm
+from fsdp_kernels.rounds import Heard, Rounds
 from fsdp_kernels.streams import Streams, Users
-from fsdp_kernels.trace import label, span
+from fsdp_kernels.trace import span
 from fsdp_kernels.unit import Unit
 
 
@@ -62,31 +67,37 @@ class Stepping:
 
     Attributes:
         active: Whether the backward under way steps anything.
+        owned: A number for the set of buckets that have an owner here; 0 for none.
+        rounds: How many rounds the backward under way has held.
         failed: Labels of the units that a backward had stepped when it failed; the parameters are
             of two steps then, until somebody loads others or accepts these.
-        alike: Whether all ranks had stepped the same number of units by then.
+        apart: "" if all ranks had stepped as many units by then, or what they had stepped.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Comm, streams: Streams) -> None:
         self._units = units
-        self._comm = comm
+        self._rounds = Rounds(units, comm)
         self._streams = streams
         self._owners: dict[int, Stepper] = {}  # by id of the bucket
+        self._agreed: int | None = None  # the last set of owned buckets that all ranks agreed on
         self._decided: dict[Unit, bool] = {}
+        self._failed_at: Unit | None = None
         self._stepped: list[Unit] = []
         # Streams on which a unit was freed or stepped: what the next step writes was used there.
         self._users = Users()
         self.active = False
+        self.owned = self.rounds = 0
         self.failed: list[str] = []
-        self.alike = True
+        self.apart = ""
 
     # -- one backward -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Find out who steps what in the backward that begins.
+        """Find out who steps what in the backward that begins (collective in the first one).
 
         Raises:
-            RuntimeError: An earlier backward's step is not finished, or this one may not step.
+            RuntimeError: An earlier backward's step is not finished, or this one may not step; or
+                the ranks do not step the same buckets.
         """
         self.check("backward")
         for unit in self._units:
@@ -98,14 +109,25 @@ class Stepping:
                     "gradients over several, pass overlap_backward=False."
                 )
         self._owners = self._find_owners() if _registered else {}
-        self.active = bool(self._owners)
-        for unit in self._units if self.active else ():
+        owned = ",".join(self._owned_labels())
+        self.owned = zlib.crc32(owned.encode()) + 1 if owned else 0
+        for unit in self._units if owned else ():
             if not unit.sync and any(id(b) in self._owners for b in unit.buckets):
                 raise RuntimeError(
                     f"unit '{unit.label}': expected a backward that reduces gradients "
                     "(overlap_backward=True), got one under no_sync() or "
                     "set_requires_gradient_sync(False). Pass overlap_backward=False to accumulate."
                 )
+        if self._agreed is None:
+            self.meet()
+        self.active = bool(self._agreed)
+        self.rounds = 0  # that one came long before the first gather
+
+    def _owned_labels(self) -> list[str]:
+        owners = self._owners
+        if not owners:
+            return []
+        return [b.label for unit in self._units for b in unit.buckets if id(b) in owners]
 
     def _find_owners(self) -> dict[int, Stepper]:
         owners: dict[int, Stepper] = {}
@@ -131,13 +153,48 @@ class Stepping:
         Nothing may speak against it on any rank: all gradients have come, so the used parameters
         are known, too, and none can come late; the unit is freed; and no graph wants its weights.
         """
-        asked = [unit for unit in units if self._owns(unit)]
-        if not asked:
-            return
-        words = torch.tensor([not self._is_ready(unit) for unit in asked], dtype=torch.float64)
-        words = self._comm.agree(words, label=label("agree", "steps"))
-        for unit, objections in zip(asked, words.tolist(), strict=True):
-            self._decided[unit] = not objections
+        asked = list(units)
+        heard = self.meet(
+            [unit for unit in asked if not (self._owns(unit) and self._is_ready(unit))]
+        )
+        objections = heard.units.tolist() if len(asked) > 1 else heard.units
+        for unit in asked:
+            self._decided[unit] = not objections[unit.position]
+
+    def meet(self, objections: Sequence[Unit] = ()) -> Heard:
+        """Hold a round: go on only if every rank is in this backward (collective).
+
+        Raises:
+            RuntimeError: A rank's backward has failed, or ranks do not step the same buckets.
+        """
+        heard = self._rounds.go_on(self.owned, objections)
+        self.rounds += 1
+        if heard.failed is not None:
+            rank, unit = heard.failed
+            raise RuntimeError(
+                f"backward on rank {self._rounds.rank}: expected every rank to go on "
+                f"(overlap_backward=True), got one that has failed on rank {rank}"
+                f"{f', at unit {unit!r}' if unit else ''}. That rank's error says why. This "
+                "backward ends here, too: do what that rank does next."
+            )
+        if not heard.alike:
+            self.refuse_owned()
+        self.agree_owned()
+        return heard
+
+    def agree_owned(self) -> None:
+        """Note that the owned buckets are the same on every rank."""
+        self._agreed = self.owned
+
+    def refuse_owned(self) -> NoReturn:
+        """Raise RuntimeError on every rank: the owned buckets are not the same."""
+        owned = ", ".join(self._owned_labels()) or "none"
+        raise RuntimeError(
+            f"backward on rank {self._rounds.rank}: expected every rank to step the same buckets "
+            f"in backward (overlap_backward=True), got other ones on another rank; here: {owned}. "
+            "Make optimizers of the same parameters with the same overlap_backward on every rank, "
+            "and let go of old ones on every rank (del, then gc.collect())."
+        )
 
     def to_lend(self, unit: Unit) -> list[Bucket]:
         """Return the buckets whose gradients, reduced next, a step may read on all ranks itself."""
@@ -161,7 +218,7 @@ class Stepping:
         """Wait for a unit's reduction, and step if the ranks agree (collective)."""
         if unit not in self._decided:
             self.decide([unit])
-        if self._decided.get(unit):
+        if self._decided[unit]:
             self._step(unit)
         unit.finish_reduce()
 
@@ -204,23 +261,49 @@ class Stepping:
 
     # -- failure ----------------------------------------------------------------------------------
 
-    def abandon(self) -> None:
-        """Note that a backward failed, and what it had stepped."""
+    def abandon(self, at: Unit | None) -> None:
+        """Note that a backward failed, what it had stepped, and the unit that it had come to."""
+        self._failed_at = at
         if self._stepped:
             self.failed = [unit.label for unit in self._stepped]
             self.reset_taken()
         self._forget()
 
+    def report(self, issued: Sequence[Unit]) -> Heard:
+        """Tell the others that this rank's backward has failed (collective).
+
+        Args:
+            issued: The units whose reductions it had issued, in this order.
+        """
+        heard = self._rounds.report(self._failed_at, issued, len(self.failed))
+        (most, first), (least, other) = heard.most, heard.least
+        if most != least and not heard.going:  # else there is another round
+            self.apart = f"{most} units stepped on rank {first}, and {least or 'none'} on {other}"
+        return heard
+
     def check(self, where: str) -> None:
         """Raise RuntimeError while the parameters are of two steps."""
-        if not self.failed:
+        if not self.failed and not self.apart:
             return
+        what = f"had stepped {', '.join(self.failed) or 'no unit'}"
+        what += f" here ({self.apart})" if self.apart else ", and no other unit,"
         how = "call accept_failed_backward() of the optimizer on every rank"
+        how = "" if self.apart else f"; or, to go on from here, {how}"
         raise RuntimeError(
             f"{where}: expected whole steps, got parameters of two: with overlap_backward=True a "
-            f"backward had stepped {', '.join(self.failed)}, and no other unit, when it failed. "
-            f"Load a checkpoint of model and optimizer; or, to go on from here, {how}."
+            f"backward {what} when it failed. Load a checkpoint of model and optimizer{how}."
         )
+
+    def check_saved(self, where: str) -> None:
+        """Raise RuntimeError while parameters and moments are of two steps, even if one is due."""
+        self.check(where)
+        for unit in self._units:
+            if any(bucket.grads.taken for bucket in unit.buckets):
+                raise RuntimeError(
+                    f"{where}: expected step() after backward, got a save before it: "
+                    f"unit '{unit.label}' has taken its step in backward (overlap_backward=True), "
+                    "others may not have. Call step() first."
+                )
 
     def accept(self) -> None:
         """Go on with parameters of two steps.
@@ -228,17 +311,16 @@ class Stepping:
         Raises:
             RuntimeError: The ranks have not stepped the same units.
         """
-        if self.failed and not self.alike:
+        if self.apart:
             raise RuntimeError(
                 "accept_failed_backward: expected the same units stepped on all ranks, got "
-                f"different ones ({', '.join(self.failed)} here). Load a checkpoint of model and "
-                "optimizer."
+                f"{self.apart}. Load a checkpoint of model and optimizer."
             )
         self.reset()
 
     def reset(self) -> None:
         """Forget about a failed backward: others' parameters are loaded, or these accepted."""
-        self.failed, self.alike = [], True
+        self.failed, self.apart = [], ""
         self.reset_taken()
 
     def reset_taken(self) -> None:

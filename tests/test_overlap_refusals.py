@@ -210,18 +210,23 @@ def loaded(rank: int, world: int) -> None:
     for step in range(2):
         play(model, step)
         optimizer.step()
+    state = optimizer.state_dict()
     fail(model, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(state)
     play(model, 2)
     optimizer.step()
     assert optimizer.state[model.head.weight]["step"] == 3
 
 
 def saved(rank: int, world: int, folder: Path) -> None:
-    """Saving from an `except:` must not keep parameters of two steps."""
+    """Saving from an `except:`, or before `step()`, must not keep parameters of two steps."""
     model, optimizer = start(Failing)
     for step in range(2):
         play(model, step)
+        early = r"expected step\(\) after backward, got a save before it: unit '.*' has taken its"
+        raises(RuntimeError, early, checkpoint.save, folder / "torn", model, optimizer)
+        raises(RuntimeError, f"full_state_dict: {early}", full_state_dict, model)
+        raises(RuntimeError, f"ShardedAdamW.state_dict: {early}", optimizer.state_dict)
         optimizer.step()
     checkpoint.save(folder / "whole", model, optimizer)
     fail(model, optimizer)
@@ -229,11 +234,12 @@ def saved(rank: int, world: int, folder: Path) -> None:
     raises(RuntimeError, torn, checkpoint.save, folder / "torn", model, optimizer)
     assert not (folder / "torn").exists()
     raises(RuntimeError, "full_state_dict: expected whole steps", full_state_dict, model)
+    raises(RuntimeError, "state_dict: expected whole steps", optimizer.state_dict)
     checkpoint.load(folder / "whole", model, optimizer)
     checkpoint.save(folder / "again", model, optimizer)
 
 
-def test_a_failure_half_way_is_not_saved(tmp_path: Path) -> None:
+def test_parameters_of_two_steps_are_not_saved(tmp_path: Path) -> None:
     run_ranks(saved, 2, tmp_path)
 
 
@@ -256,9 +262,11 @@ def apart(rank: int, world: int) -> None:
     stepping = model.units[0].runtime.stepping
     model.units[0].runtime.recover()
     if rank == 1:
-        del stepping.failed[1:]
-    raises(RuntimeError, "expected the same units stepped", optimizer.accept_failed_backward)
-    raises(RuntimeError, "expected whole steps", play, model)
+        stepping.failed.clear()
+    uneven = "2 units stepped on rank 0, and none on 1"
+    raises(RuntimeError, f"same units .* got {uneven}", optimizer.accept_failed_backward)
+    for call in (lambda: play(model), optimizer.step, optimizer.state_dict):
+        raises(RuntimeError, rf"whole steps.*stepped .* here \({uneven}\) when it failed", call)
 
 
 def test_ranks_that_stepped_different_units_do_not_go_on() -> None:

@@ -162,6 +162,10 @@ class Host:
             if self._units[index].state == "sharded":
                 self._gather(index)
 
+    def _is_expecting(self, order: Order) -> bool:
+        upcoming = order.upcoming(len(order.last))
+        return any(self._units[index].state == "sharded" for index in upcoming)
+
     def _free(self, index: int) -> None:
         self._units[index].state = "sharded"
         if self._policy.keeps_params or not self._policy.sharded:
@@ -225,7 +229,8 @@ class Host:
             self._touched.remove(other)
             if self._units[other].state != "sharded":
                 self._free(other)
-            self._finish_due()
+            if not self._is_expecting(self._backward):
+                self._finish_due()
             self._left(other)
         if index not in self._touched:
             self._touched.append(index)
