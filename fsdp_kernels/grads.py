@@ -45,6 +45,7 @@ class BucketGrads(ShardGrads):
         slot: What the full gradients lie in, from the first packing to the end of the reduction.
         target: What the reduction under way writes: `shard_grads`, or memory of its own.
         target_generation: Which `shard_grads` that is; 0 for memory of its own.
+        unpacked: Whether a leaf may hold a gradient: one has come since the last packing.
         arrived: Per parameter, whether its gradient came in the present backward.
         pending: Per parameter, whether it has a gradient that was not reduced yet.
         left_over: Whether a backward under `no_sync` left gradients that are still to be reduced;
@@ -56,6 +57,7 @@ class BucketGrads(ShardGrads):
         super().__init__(bucket)
         n = len(bucket.shapes)
         self.starts = [segment.start for segment in bucket.layout.segments]
+        self.unpacked = False
         self.arrived = [False] * n
         self.pending = [False] * n
         self.left_over = False
@@ -71,7 +73,7 @@ class BucketGrads(ShardGrads):
 
     def has_unpacked(self) -> bool:
         """Whether any leaf holds a gradient."""
-        return any(leaf.grad is not None for leaf in self.bucket.leaves)
+        return self.unpacked and any(leaf.grad is not None for leaf in self.bucket.leaves)
 
     def pack(self, into: Tensor | None = None) -> None:
         """Move the leaves' gradients into `full_grads`, adding to what `no_sync` left there.
@@ -107,6 +109,7 @@ class BucketGrads(ShardGrads):
             if grad is not None:
                 leaves[i].grad = None
                 self.pending[i] = True
+        self.unpacked = False
 
     def _check_dense(self, grads: list[Tensor | None]) -> None:
         for name, grad in zip(self.bucket.names, grads, strict=True):
@@ -219,6 +222,7 @@ class BucketGrads(ShardGrads):
 
     def abandon(self) -> None:
         """Forget every gradient after a failed backward; what is under way writes elsewhere."""
+        self.unpacked = True  # it may have failed before it could tell us of one
         self.drop()
         if self._ticket is not None:
             self.disown()
@@ -250,8 +254,10 @@ class BucketGrads(ShardGrads):
         self.slot = self.full_grads = None
 
     def _drop_unreduced(self) -> None:
-        for leaf in self.bucket.leaves:
-            leaf.grad = None
+        if self.unpacked:
+            for leaf in self.bucket.leaves:
+                leaf.grad = None
+            self.unpacked = False
         self.users.places.clear()
         self.pending = [False] * len(self.pending)
         self.left_over = False

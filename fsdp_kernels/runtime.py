@@ -314,6 +314,7 @@ class Runtime:
     @staticmethod
     def note_arrival(bucket: Bucket, index: int) -> None:
         """Note that autograd has left a parameter's gradient in its leaf."""
+        bucket.grads.unpacked = True  # first: what follows may raise
         if trace.recorders:
             accesses.note_arrival(bucket, index)
         bucket.unit.runtime.backward.arrived(bucket, index)

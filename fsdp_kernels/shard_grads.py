@@ -71,12 +71,10 @@ class ShardGrads:
     # -- memory -----------------------------------------------------------------------------------
 
     def storage(self) -> Tensor:
-        """Return `shard_grads`, made if there is none."""
+        """Return `shard_grads`, made if there is none: the caller then writes all of it."""
         if self.shard_grads is None:
             bucket = self.bucket
-            # Padding is reduced too (packing zeroes it), but zeros now keep it finite whatever is
-            # read first.
-            self.shard_grads = torch.zeros(
+            self.shard_grads = torch.empty(
                 bucket.layout.shard_numel, dtype=bucket.dtype, device=bucket.device
             )
             self.generation += 1

@@ -19,6 +19,7 @@ class Training:
         forward: Units in the order in which a forward calls them; one may come twice.
         micro_batches: Forwards and backwards for each step.
         evaluations: Forwards without gradients, so many before each forward and each step.
+        carries: Whether a forward leaves units gathered for its backward, or the next forward.
         overlap: Whether a unit is stepped as soon as it is reduced.
         under_way: Reductions that may be under way when the next is issued.
         agrees: Whether ranks exchange words at the end of a backward, and norms in a step.
@@ -35,6 +36,7 @@ class Training:
     forward: str = "AB"
     micro_batches: int = 1
     evaluations: int = 0
+    carries: bool = False
     overlap: bool = False
     under_way: int = 0
     agrees: bool = True
@@ -116,11 +118,19 @@ class _Run:
 
     def do_forward(self, keep_last: bool) -> None:
         order = self.training.forward
+        if self.training.carries:
+            self.release_all()  # what no backward has come for
         for at, unit in enumerate(order):
             self.visit(order, at)
+            if keep_last and self.training.carries:
+                continue
             following = order[at + 1 : at + 2]
             if following != unit and (following or not keep_last):
                 self.rank.release(unit)
+
+    def release_all(self) -> None:
+        for unit in self.rank.held():
+            self.rank.release(unit)
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -172,8 +182,7 @@ class _Run:
                 self.rank.begin()
                 self.rank.post()
                 self.reducing.append(unit)
-        for unit in self.rank.held():
-            self.rank.release(unit)
+        self.release_all()
         self.rank.exchange()  # how many each has issued
         while self.reducing:
             self.reducing.pop()
@@ -182,8 +191,7 @@ class _Run:
             self.rank.skip()
 
     def do_step(self) -> None:
-        for unit in self.rank.held():
-            self.rank.release(unit)
+        self.release_all()
         if self.training.agrees:
             self.rank.exchange()
         if not self.training.overlap:

@@ -14,6 +14,9 @@ from arena_scenarios import Training, programs
 SCENARIOS = {
     "plain": Training(),
     "three steps": Training(steps=3),
+    "units stay gathered for backward": Training(forward="ABC", carries=True),
+    "a module twice, gathered once": Training(forward="ABA", carries=True, evaluations=1),
+    "stepped in backward after one gather": Training(forward="ABC", carries=True, overlap=True),
     "three units": Training(forward="ABC"),
     "a module twice": Training(forward="ABA"),
     "a module twice in a row": Training(forward="AAB"),
@@ -76,6 +79,7 @@ def test_random_trainings_of_three_ranks(seed: int) -> None:
             forward="".join(draw.choice("ABC") for _ in range(draw.randint(1, 4))),
             micro_batches=1 if overlap else draw.randint(1, 2),
             evaluations=draw.randint(0, 1),
+            carries=draw.random() < 0.5,
             overlap=overlap,
             under_way=draw.randint(0, 1),
             agrees=draw.random() < 0.5,
