@@ -427,6 +427,27 @@ def test_what_switches_cannot_sum_is_refused() -> None:
         check_multicast("here", 64, out[:7])
 
 
+def closes_early(rank: int, world: int) -> None:
+    """Rank 0 closes before it waits for what it had put off: rank 1 need not wait for it."""
+    comm = peer_side.make(1 << 10, timeout_s=20.0)
+    shard, full = torch.zeros(2), torch.ones(2 * world)
+    ticket = comm.reduce_scatter(shard, full, label="fk.reduce[a/0]", lend=rank == 0)
+    grads = comm._grads
+    assert grads is not None
+    if rank == 0:
+        assert grads._consumed[0] is None
+        comm.close()
+    consumed = grads._consumed[0]
+    assert consumed is not None, "the others' barrier waits for this rank's"
+    consumed[0].wait()
+    ticket.wait()
+    assert shard.tolist() == [world] * 2
+
+
+def test_who_closes_holds_up_nobody() -> None:
+    run_ranks(closes_early, 2)
+
+
 def oldest_is_named(rank: int, world: int) -> str | None:
     """Rank 1 leaves out a reduction that rank 0 waits for; the next one finds out."""
     comm = peer_side.make(1 << 10, timeout_s=1.0)

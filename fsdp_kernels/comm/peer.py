@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -223,10 +223,13 @@ class PeerMemory:
         self._base.barrier(label)
 
     def close(self) -> None:
-        """Let the slots and the other communicator go; see `Comm`."""
+        """Let the slots, which others may wait for, and the other communicator go; see `Comm`."""
         if not self._closed:
             self._closed = True
-            self._grads = None
+            grads, self._grads = self._grads, None
+            if grads is not None and self.failure is None:
+                with suppress(RuntimeError):  # of a device that is lost: there is nothing to do
+                    grads.give_back_all(self._side.cuda.current_stream(self.device))
             self._base.close()
 
     # -- inside -----------------------------------------------------------------------------------
