@@ -36,16 +36,21 @@ from fsdp_kernels import ShardedAdamW, checkpoint, fully_shard, record_schedule
 
 
 def main() -> None:
-    """Train, and end with one line of JSON."""
+    """Do what the command line says, together with the other processes."""
     options = parse()
     device = join_processes()
     try:
-        training = prepare(options, device)
-        plan = introduce(training)
-        result = train(training)
-        conclude(training, plan, result)
+        run(options, device)
     finally:
         dist.destroy_process_group()
+
+
+def run(options: Options, device: torch.device) -> None:
+    """Train, and end with one line of JSON."""
+    training = prepare(options, device)
+    plan = introduce(training)
+    result = train(training)
+    conclude(training, plan, result)
 
 
 def prepare(options: Options, device: torch.device) -> Training:

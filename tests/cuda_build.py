@@ -7,25 +7,23 @@ was made from, so that a run of the tests compiles only what changed.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib.util
 import os
 import runpy
-import subprocess
 import sysconfig
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import built
 import pytest
+from built import ROOT
 
-ROOT = Path(__file__).parents[1]
 HOST = ROOT / "tests" / "cuda_host"
-UNDEFINED, ADDRESS = "undefined", "address,undefined"
 # Groups of elements are read through vectors, which g++ takes for other types.
-_FLAGS = "-std=c++20 -O1 -g -fPIC -fno-strict-aliasing -ffp-contract=off -Wall -Wextra -Werror"
-_FLAGS += " -Wno-unknown-pragmas -fno-sanitize-recover=all"
+_FLAGS = "-std=c++20 -O1 -g1 -fPIC -fno-strict-aliasing -ffp-contract=off -Wall -Wextra -Werror"
+_FLAGS += " -Wno-unknown-pragmas"
 
 
 @cache
@@ -39,30 +37,17 @@ def toolkit() -> Path:
     return root
 
 
-def build(name: str, sources: list[Path], sanitize: str, flags: list[str] | None = None) -> Path:
+def build(
+    name: str, sources: list[Path], sanitizers: Sequence[str], flags: Sequence[str] = ()
+) -> Path:
     """Compile sources, .cu among them, into one file; return it, built now or before."""
-    compiler = os.environ.get("CXX", "g++")
-    words = [*_FLAGS.split(), f"-fsanitize={sanitize}", f"-I{ROOT / 'csrc'}", *(flags or [])]
+    words = [*_FLAGS.split(), *sanitizers, f"-I{ROOT / 'csrc'}", *flags]
     words += [f"-isystem{toolkit() / 'include'}", "-include", str(HOST / "cuda_on_host.h")]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    digest = hashlib.sha256(version + repr((words, sources)).encode())
-    for file in sorted([*(ROOT / "csrc" / "cuda").iterdir(), *HOST.iterdir(), *sources]):
-        digest.update(file.read_bytes())
-    folder = ROOT / "build" / "cuda_host" / digest.hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker of pytest may be at it
-        made = folder / name
-        if not made.exists():
-            half = folder / f"half-{name}"
-            command = [compiler, *words, "-x", "c++", *map(str, sources), "-o", str(half)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-            half.rename(made)
-    return made
+    read = sorted([*(ROOT / "csrc" / "cuda").iterdir(), *HOST.iterdir()])
+    return built.program("cuda_host", name, sources, [*words, "-x", "c++"], read)
 
 
-def build_module(sanitize: str) -> Path:
+def build_module(sanitizers: Sequence[str]) -> Path:
     """Build `_cuda` for the host, as `_cuda_on_host`."""
     cuda = ROOT / "csrc" / "cuda"
     sources = [ROOT / "csrc" / "bindings_cuda.cpp", *sorted(cuda.glob("*.cu"))]
@@ -72,13 +57,13 @@ def build_module(sanitize: str) -> Path:
 
     places = pybind11.get_include(), sysconfig.get_paths()["include"]
     flags = ["-shared", "-DFK_CUDA_MODULE=_cuda_on_host", *(f"-isystem{p}" for p in places)]
-    return build(name, sources, sanitize, flags)
+    return build(name, sources, sanitizers, flags)
 
 
 @cache
-def load_module(sanitize: str) -> ModuleType:
+def load_module(sanitizers: tuple[str, ...]) -> ModuleType:
     """Build `_cuda` for the host and import it."""
-    path = build_module(sanitize)
+    path = build_module(sanitizers)
     spec = importlib.util.spec_from_file_location("_cuda_on_host", path)
     assert spec is not None
     assert spec.loader is not None

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # `checkpoint` does, and each rank would take a second for it
 from streamed_comm import Cuda, StreamedComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # optimizers do, and each rank would take half a second for it
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 

@@ -4,13 +4,10 @@ either, as a module for Python (`load`) or as a program (`build_program`)."""
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -19,10 +16,11 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import built
 import pybind11
 import pytest
+from built import ROOT
 
-ROOT = Path(__file__).parents[1]
 BUILT = ROOT / "build" / "nccl_sim"
 PRECOMPILED = ROOT / "tests" / "sim" / "precompiled.h"
 PLACES = (ROOT / "csrc", ROOT / "tests")
@@ -34,7 +32,7 @@ PLAIN = ["-O1", "-g1", "-fPIC", "-fvisibility=hidden"]
 # compile.
 SANITIZERS = {
     "thread": (["-fsanitize=thread"], []),
-    "address": (["-fsanitize=address"], ["-fsanitize=undefined", "-fno-sanitize-recover=all"]),
+    "address": (built.ADDRESS, built.UNDEFINED),
 }
 # The programs' own sources, and the one that only the module has.
 _MAINS = "test_*.cpp"
@@ -72,49 +70,33 @@ def _compile(sources: Sequence[Path], flags: Sequence[str]) -> list[Path]:
     """Compile what is not there yet; an object's name has the digest of all that it depends on."""
     places = [*_headers(), pybind11.get_include(), sysconfig.get_paths()["include"]]
     includes = [*(f"-I{p}" for p in PLACES), *(f"-isystem{p}" for p in places)]
-    command = [_compiler(), *COMMON, *flags, *includes]
+    command = [built.compiler(), *COMMON, *flags, *includes]
     # Never written: the compiler takes the compiled one beside it.
-    digest = _digest([PRECOMPILED], command)
+    digest = built.digest(command, [PRECOMPILED])
     header = BUILT / f"precompiled-{digest}.h"
     objects = {
-        source: BUILT / f"{source.stem}-{_digest(_with_headers(source), [digest])}.o"
+        source: BUILT / f"{source.stem}-{built.digest([digest], _with_headers(source))}.o"
         for source in sources
     }
-    missing = {source: made for source, made in objects.items() if not made.exists()}
+    missing = [source for source, made in objects.items() if not made.exists()]
     if missing:
-        BUILT.mkdir(parents=True, exist_ok=True)
-        _once(Path(f"{header}.gch"), [*command, "-x", "c++-header", str(PRECOMPILED)])
+        built.once(Path(f"{header}.gch"), [*command, "-x", "c++-header", str(PRECOMPILED)])
         command += ["-include", str(header), "-c"]
+
+        def compile_one(source: Path) -> None:
+            built.once(objects[source], [*command, str(source)])
+
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda item: _once(item[1], [*command, str(item[0])]), missing.items()))
+            list(pool.map(compile_one, missing))
     return list(objects.values())
 
 
 def _link(name: str, objects: Sequence[Path], flags: Sequence[str]) -> Path:
     path = Path(name)
-    digest = _digest([], [*sorted(made.name for made in objects), *flags])
+    digest = built.digest([*sorted(made.name for made in objects), *flags])
     output = BUILT / f"{path.stem}-{digest}{path.suffix}"
-    _once(output, [_compiler(), "-pthread", *flags, *map(str, objects), "-lrt"])
+    built.once(output, [built.compiler(), "-pthread", *flags, *map(str, objects), "-lrt"])
     return output
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
-
-
-def _once(output: Path, command: Sequence[str]) -> None:
-    """Make a file, unless it is there; of several processes that want it, one does."""
-    with open(output.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if output.exists():
-            return
-        part = output.with_suffix(f".{os.getpid()}{output.suffix}")
-        ran = subprocess.run(
-            [*command, "-o", str(part)], capture_output=True, text=True, check=False
-        )
-        if ran.returncode != 0:
-            pytest.fail(f"{output.name}: the compiler says\n{ran.stderr[:4000]}", pytrace=False)
-        part.rename(output)
 
 
 def _simulation() -> list[Path]:
@@ -135,13 +117,6 @@ def _with_headers(source: Path) -> list[Path]:
             here = [place / name for place in PLACES if (place / name).exists()]
             found += [header for header in here if header not in found]
     return found
-
-
-def _digest(paths: Sequence[Path], words: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join([sys.version, *words]).encode())
-    for path in paths:
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 @cache

@@ -3,39 +3,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
+import built
 import pytest
+from built import ADDRESS, ROOT, UNDEFINED
 
-ROOT = Path(__file__).parents[1]
 SOURCES = ["epoch", "peers", "process", "protocol"]
-SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
+SANITIZERS = {"thread": ["-fsanitize=thread"], "address": [*ADDRESS, *UNDEFINED]}
 
 
 def build(sanitizer: str, csrc: Path = ROOT / "csrc") -> Path:
     """Build tests/arena_threads.cpp, or return what an equal build left."""
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        pytest.skip(f"there is no compiler {compiler}")
     sources = [ROOT / "tests" / "arena_threads.cpp"]
     sources += [csrc / "cpu" / f"{name}.cpp" for name in SOURCES]
-    flags = ["-std=c++20", "-O1", "-g", "-pthread", SANITIZERS[sanitizer]]
-    flags += ["-fno-sanitize-recover=all"]
-    digest = hashlib.sha256(" ".join([compiler, *flags]).encode())
-    for path in sorted([*sources, *(csrc / "cpu").glob("*.h")]):
-        digest.update(path.read_bytes())
-    program = ROOT / "build" / "arena_threads" / f"{sanitizer}-{digest.hexdigest()[:16]}"
-    if not program.exists():
-        program.parent.mkdir(parents=True, exist_ok=True)
-        made = program.with_suffix(f".{os.getpid()}")
-        command = [compiler, *flags, f"-I{csrc}", *map(str, sources), "-o", str(made)]
-        subprocess.run(command, check=True)
-        made.rename(program)
-    return program
+    flags = ["-std=c++20", "-O1", "-g1", "-pthread", *SANITIZERS[sanitizer], f"-I{csrc}"]
+    headers = sorted((csrc / "cpu").glob("*.h"))
+    return built.program("arena_threads", sanitizer, sources, flags, headers)
 
 
 def run(program: Path, *args: str) -> subprocess.CompletedProcess[str]:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
+import built
 import pytest
 import torch
+from built import ADDRESS, ROOT, UNDEFINED
 from kernel_cases import (
     BF16,
     FP16,
@@ -210,15 +211,16 @@ def test_the_module_checks_its_numbers() -> None:
 
 
 @pytest.mark.slow
-def test_the_kernels_are_clean_under_sanitizers(tmp_path: Path) -> None:
+def test_the_kernels_are_clean_under_sanitizers() -> None:
     """Build the kernels with AddressSanitizer and UBSan and drive them at every ragged end."""
-    root = Path(__file__).parents[1]
-    sources = [root / "tests" / "sanitize_cpu.cpp", *sorted((root / "csrc" / "cpu").glob("*.cpp"))]
-    program = tmp_path / "sanitize_cpu"
-    flags = ["-std=c++20", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
-    flags += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{root / 'csrc'}"]
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, *flags, *map(str, sources), "-o", str(program)], check=True)
+    csrc = ROOT / "csrc"
+    kernels = [csrc / "cpu" / "kernels.cpp", csrc / "cpu" / "reduce_adam.cpp"]
+    kernels += sorted((csrc / "cpu").glob("level*.cpp"))
+    sources = [ROOT / "tests" / "sanitize_cpu.cpp", *kernels]
+    flags = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+    flags += [*ADDRESS, *UNDEFINED, f"-I{csrc}"]
+    read = [file for file in sorted((csrc / "cpu").iterdir()) if file.suffix != ".cpp"]
+    program = built.program("sanitize_cpu", "sanitize_cpu", sources, flags, read)
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.startswith("checked "), ran.stdout

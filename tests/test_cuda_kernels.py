@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import cuda_build
 import pytest
 import torch
-from cuda_build import ADDRESS, HOST, UNDEFINED
+from built import ADDRESS, UNDEFINED
+from cuda_build import HOST
 from kernel_cases import FreshInputs, Implementation, covered, place, same_bits
 from kernel_move_cases import NormContract, PackContract
 from kernel_problems import LOW, Precision
@@ -31,9 +32,9 @@ CHUNK = 4096  # elements that a block moves
 
 @pytest.fixture(scope="module")
 def host() -> ModuleType:
-    """The kernels, compiled for the host; with AddressSanitizer where that was loaded first."""
+    """The kernels, compiled for the host with UBSan, or AddressSanitizer where it is preloaded."""
     preloaded = "libasan" in os.environ.get("LD_PRELOAD", "")
-    return cuda_build.load_module(ADDRESS if preloaded else UNDEFINED)
+    return cuda_build.load_module(tuple(ADDRESS if preloaded else UNDEFINED))
 
 
 def absent(*args: Any, **options: Any) -> None:
@@ -261,7 +262,7 @@ def test_norm_checks_its_numbers(host: ModuleType, arguments: Any, message: str)
 @pytest.mark.parametrize("name", ["index_cases", "fiber_cases"])
 def test_in_cpp_under_sanitizers(name: str) -> None:
     """The index arithmetic by itself, and that the fibers find a barrier that is missing."""
-    program = cuda_build.build(name, [HOST / f"{name}.cpp"], ADDRESS)
+    program = cuda_build.build(name, [HOST / f"{name}.cpp"], [*ADDRESS, *UNDEFINED])
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("checked "), done.stdout

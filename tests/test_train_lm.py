@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training example: real processes under torchrun, on a tiny model."""
+"""The training example on a tiny model: under torchrun, and on ranks that are forked."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 from lm.data import HELD_OUT, ResumableSampler, Windows, endless, read_corpus  # noqa: E402
 from lm.options import parse  # noqa: E402
-from train_lm import check  # noqa: E402
+from train_lm import check, run  # noqa: E402
 
 TINY = [
     *("--layers", "2", "--heads", "2", "--width", "32", "--context", "32"),
@@ -49,19 +52,36 @@ def launch(*arguments: str | Path, world: int = 2) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def train(out: Path, *arguments: str | Path, world: int = 2) -> tuple[dict[str, Any], list[float]]:
+def on_rank(rank: int, world: int, words: list[str]) -> str:
+    """Do what the example does once its processes have joined, and return what it prints."""
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        run(parse(words), torch.device("cpu"))
+    return printed.getvalue()
+
+
+def summarised(printed: str) -> tuple[dict[str, Any], list[float]]:
     """Return the last line of a training, and its losses."""
-    done = launch("--out", out, *TINY, *arguments, world=world)
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = json.loads(printed.splitlines()[-1])
     return summary, json.loads(Path(summary["history"]).read_text())["losses"]
 
 
+def train(out: Path, *arguments: str | Path, world: int = 2) -> tuple[dict[str, Any], list[float]]:
+    """Train on forked ranks, which need not import torch: most of what a launch would take."""
+    words = ["--out", str(out), *TINY, *map(str, arguments)]
+    return summarised(run_ranks(on_rank, world, words, timeout=120)[0])
+
+
 def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path) -> None:
-    """Four and four steps are eight steps, with dropout, accumulation and bf16."""
+    """Four and four steps are eight steps, with dropout, accumulation and bf16.
+
+    The eight are taken under torchrun.
+    """
     arguments = ["--data", text, "--dtype", "bf16", "--dropout", "0.1"]
     traced = ["--trace", tmp_path / "trace.json"]
-    summary, at_once = train(tmp_path / "at_once", *arguments, *traced)
+    done = launch("--out", tmp_path / "at_once", *TINY, *arguments, *traced)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary, at_once = summarised(done.stdout)
     train(tmp_path / "parts", *arguments, "--stop-after", "4")
     resumed, in_parts = train(tmp_path / "parts", *arguments, "--resume")
     assert in_parts == at_once
