@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``fsdp-kernels env``, ``fsdp-kernels plan``, ``fsdp-kernels bench``."""
+"""The command line: `fsdp-kernels env`, `fsdp-kernels plan`, `fsdp-kernels bench`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fsdp_kernels import _benches
 from fsdp_kernels._environment import environment
 from fsdp_kernels.plan import command as plan
 
+_HELP = "What is here (env), what a training needs (plan), what is fast (bench)."
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(prog="fsdp-kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fsdp-kernels", description=_HELP)
     commands = parser.add_subparsers(dest="command", required=True)
     env = commands.add_parser("env", help="print versions, what was built, and the devices")
     env.add_argument("--json", action="store_true", help="as one JSON object")

@@ -117,6 +117,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "fsdp_kernels.checkpoint",
         "fsdp_kernels.cli",
         "fsdp_kernels.plan",
+        "fsdp_kernels.plan.argument_types",
         "fsdp_kernels.plan.buffers",
         "fsdp_kernels.plan.command",
         "fsdp_kernels.plan.devices",
@@ -192,8 +193,10 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
         "fsdp_kernels.plan.network",
         "fsdp_kernels.plan.program",
     ),
+    "fsdp_kernels.plan.argument_types": ("fsdp_kernels.plan.job", "fsdp_kernels.plan.sizes"),
     "fsdp_kernels.plan.time_command": (
         "fsdp_kernels.plan",
+        "fsdp_kernels.plan.argument_types",
         "fsdp_kernels.plan.devices",
         "fsdp_kernels.plan.job",
         "fsdp_kernels.plan.network",
@@ -247,6 +250,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     ),
     "fsdp_kernels.plan.options": (
         "fsdp_kernels.plan",
+        "fsdp_kernels.plan.argument_types",
         "fsdp_kernels.plan.devices",
         "fsdp_kernels.plan.job",
         "fsdp_kernels.plan.model",

@@ -245,6 +245,7 @@ def test_a_model_from_a_function(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("llama-7b", "expected options, got a name"),
         ("", "expected one of --params, --params-bytes, --hf-config, --module, got none"),
         ("--params 7e9 --module a:b", "got --params and --module"),
         ("--params 7e9 --strategy hybrid --world 12", "expected a multiple of the shard group's 8"),
@@ -254,6 +255,12 @@ def test_a_model_from_a_function(capsys: pytest.CaptureFixture[str]) -> None:
         ("--params 7e9 --strategy ddp --overlap-backward", "fully_shard, got ddp"),
         ("--params 7e9 --no-sync --overlap-backward", "expected a reduction in every backward"),
         ("--params 7e9 --time --overlap-backward", "expected a plan of memory, got --time"),
+        ("--params 7e9 --optimizer sgd --overlap-backward", "got --optimizer sgd: only Sharded"),
+        ("--params 7e9 --optimizer adam8bit --overlap-backward", "or adamw, got --optimizer adam8"),
+        ("--params 7e9 --micro-batches 4", "--micro-batches: expected --time"),
+        ("--params 7e9 --efficiency 0.3", "--efficiency: expected --time"),
+        ("--params 1e30", "expected at most 10,000 blocks, got 171,975,378"),
+        ("--params 7e9 --width 1", "expected at most 10,000 blocks, got 583,333,333 of width 1"),
         ("--params 7e9 --batch 1", "expected --batch and --sequence together"),
         ("--params 7e9 --unit-params 8e9", "expected from 1 to the model's 7,000,000,000"),
         ("--params 7e9 --unit-params 1000", "expected at most 10,000 units, got 7,000,000"),
@@ -288,7 +295,19 @@ def test_impossible_input_is_answered_with_what_to_change(
         ("--params many", "expected a number, got 'many'. Write 70e9, 70B or 350M"),
         ("--params 1.23456e3", "without a fraction"),
         ("--params 7e9 --hbm 80XB", "expected bytes, got '80XB'. Write 80GB"),
-        ("--params 7e9 --world 8,zero", "expected a whole number from 0, got 'zero'"),
+        ("--params 7e9 --hbm 80", "expected at least 1 GB, got '80', which is 80 B. Write 80GB"),
+        ("--params 7e9 --hbm 0", "expected at least 1 GB, got '0', which is 0 B. Write 80GB"),
+        ("--params 7e9 --hbm 512MB", "which is 512 MB. Write 80GB"),
+        ("--params 7e9 --reserve 4", "expected 0 or at least 1 MB, got '4', which is 4 B. Write 4"),
+        ("--params 7", "expected at least 1,000 parameters, got '7'. Write 7e9"),
+        ("--params 0", "expected at least 1,000 parameters, got '0'. Write 7e9"),
+        ("--params-bytes 7B", "which is 7 B. Write 7GB"),
+        ("--params 7e9 --time --network 400Gb", "which are bits. Write 50GB for 400 Gb/s"),
+        ("--params 7e9 --time --nvlink 450", "expected at least 1 MB, got '450'"),
+        ("--params 7e9 --world 8,zero", "expected a whole number from 1, got 'zero'"),
+        ("--params 7e9 --world 0", "expected a whole number from 1, got '0'"),
+        ("--params 7e9 --world 2.5", "expected a whole number from 1, got '2.5'"),
+        ("--params 7e9 --prefetch -1", "expected a whole number from 0, got '-1'"),
         ("--params 7e9 --strategy zero4", "expected some of dp,ddp,replicate"),
     ],
 )
@@ -297,7 +316,26 @@ def test_what_cannot_be_read(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *arguments.split()])
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 3  # the usage in two lines, and what is wrong
+
+
+def test_lists_with_commas_and_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--params 7e9 --world 8,16 32 --strategy zero3 ddp --hbm 80GB --optimizer adamw"
+    found = run(capsys, *words.split())
+    assert [(row["strategy"], row["world"]) for row in found] == [
+        (strategy, world) for strategy in ("zero3", "ddp") for world in (8, 16, 32)
+    ]
+
+
+@pytest.mark.parametrize("command", ["", "plan"])
+def test_help_is_plain_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    text = capsys.readouterr().out
+    assert "fsdp-kernels" in text
+    assert "`" not in text
 
 
 def test_bytes_as_people_write_them() -> None:

@@ -115,7 +115,7 @@ def test_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (f"--time {MODEL} {TOKENS} --efficiency 2", "--efficiency: expected a share above 0"),
         (f"--time {MODEL} {TOKENS} --measured 1e6", "--measured: expected above 0 and up to"),
         (f"--time {MODEL} {TOKENS} --link-share 0", "--link-share: expected a share above 0"),
-        (f"--time {MODEL} {TOKENS} --micro-batches 0", "--micro-batches: expected at least 1"),
+        (f"--time {MODEL} {TOKENS} --trace /nowhere/x.json", "--trace: expected a file that can"),
         (f"--time {MODEL} {TOKENS} --strategy dp", "--time: expected a strategy with a process"),
         (f"--time {MODEL} {TOKENS} --offload optimizer", "--time: expected parameters and state"),
         (f"--time {MODEL} {TOKENS} --world 13", "mesh: expected groups that share nodes of"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fsdp-kernels plan``: does it fit, on how many GPUs, with which options."""
+"""The command that says whether a training fits, on how many GPUs, with which options."""
 
 from __future__ import annotations
 
@@ -13,11 +13,26 @@ from fsdp_kernels.plan.job import Job
 from fsdp_kernels.plan.memory import Memory, plan, smallest_world
 
 HELP = "say how much memory a training needs, and on how many GPUs it fits"
+_USAGE = """fsdp-kernels plan MODEL [options]
+MODEL is one of --params N, --params-bytes BYTES, --hf-config JSON, --module PKG.MOD:MAKE"""
+_EXAMPLES = """examples:
+  fsdp-kernels plan --params 70e9 --param-dtype bf16 --world 8,16,64
+  fsdp-kernels plan --params 7B --batch 1 --sequence 4096 --checkpoint-activations --hbm 80GB
+  fsdp-kernels plan --time --params 7B --param-dtype bf16 --batch 1 --sequence 4096 --world 8
+
+Bytes are powers of ten (80GB) unless written as GiB. docs/memory.md and docs/time.md explain."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand; its `run` takes the parsed arguments."""
-    parser = commands.add_parser("plan", help=HELP, description=__doc__)
+    parser = commands.add_parser(
+        "plan",
+        help=HELP,
+        usage=_USAGE,
+        description="Does it fit, on how many GPUs, with which options; with --time: how fast.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     options.add_arguments(parser)
     time_command.add_arguments(parser)
     output = parser.add_argument_group("output")
@@ -65,6 +80,13 @@ def _check_untimed(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name}: expected --time, got a plan of memory. Add --time, --batch and "
                 "--sequence."
+            )
+    for name, default in time_command.DEFAULTS.items():
+        if getattr(args, name) != default:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(
+                f"{option}: expected --time, got a plan of memory, which it does not change. Add "
+                f"--time, --batch and --sequence, or leave {option} out."
             )
 
 

@@ -7,72 +7,98 @@ import argparse
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+from fsdp_kernels.plan import argument_types as types
 from fsdp_kernels.plan import devices
 from fsdp_kernels.plan.job import NAMES, Job, PlannedUnit, Widths
-from fsdp_kernels.plan.sizes import DTYPE_BYTES, parse_bytes, parse_count
+from fsdp_kernels.plan.sizes import DTYPE_BYTES, parse_count
 from fsdp_kernels.plan.transformer import Shape, describe
-from fsdp_kernels.plan.widths import OPTIMIZERS, Precision
+from fsdp_kernels.plan.widths import OPTIMIZERS, OVERLAPPING, Precision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add everything that says what is trained, and how."""
     _add_model(parser.add_argument_group("what is trained (one of the first four)"))
-    _add_precision(parser.add_argument_group("dtypes and optimizer"))
+    _add_precision(parser.add_argument_group(f"dtypes ({', '.join(DTYPE_BYTES)}) and optimizer"))
     _add_sharding(parser.add_argument_group("how it is sharded"))
     _add_machine(parser.add_argument_group("the device"))
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--params", type=parse_count, help="number of parameters: 70e9, 70B")
-    add("--params-bytes", type=parse_bytes, help="the same in bytes of --param-dtype: 12GB")
-    add("--hf-config", type=Path, help="a transformers configuration: config.json")
+    add, kb = group.add_argument, types.size(1000)
+    kb_or_none = types.size(1000, zero=True)
+    add("--params", type=types.params, metavar="N", help="number of parameters: 70e9, 70B")
+    help_ = "the same in bytes of --param-dtype: 12GB"
+    add("--params-bytes", type=kb, metavar="BYTES", help=help_)
+    help_ = "a transformers configuration, a file: config.json"
+    add("--hf-config", type=Path, metavar="JSON", help=help_)
     add("--module", metavar="PKG.MOD:MAKE", help="a function that makes the model")
     add("--inputs", metavar="PKG.MOD:MAKE", help="a function of batch and sequence: its inputs")
-    add("--batch", type=_positive, default=0, help="sequences of a micro-batch on a GPU")
-    add("--sequence", type=_positive, default=0, help="tokens of a sequence")
-    add("--layers", type=_positive, help="blocks, where only a number of parameters is given")
-    add("--width", type=_positive, help="channels, likewise")
-    add("--vocabulary", type=_positive, default=0, help="rows of embedding and head, likewise")
-    add("--grads-bytes", type=parse_bytes, help="all gradients; no dtype is asked then")
-    add("--optimizer-bytes", type=parse_bytes, help="all optimizer state, masters too")
-    add("--activation-bytes", type=parse_bytes, help="activations of a GPU")
+    add("--batch", type=types.positive, default=0, metavar="N", help="sequences on a GPU at a time")
+    add("--sequence", type=types.positive, default=0, metavar="N", help="tokens of a sequence")
+    help_ = "blocks, where only a number of parameters is given"
+    add("--layers", type=types.positive, metavar="N", help=help_)
+    add("--width", type=types.positive, metavar="N", help="channels, likewise")
+    help_ = "rows of embedding and head, likewise"
+    add("--vocabulary", type=types.positive, default=0, metavar="N", help=help_)
+    help_ = "all gradients; no dtype is asked then"
+    add("--grads-bytes", type=kb_or_none, metavar="BYTES", help=help_)
+    help_ = "all optimizer state, masters too"
+    add("--optimizer-bytes", type=kb_or_none, metavar="BYTES", help=help_)
+    add("--activation-bytes", type=kb_or_none, metavar="BYTES", help="activations of a GPU")
+    add("words", nargs="*", help=argparse.SUPPRESS)  # to say what to write instead of a name
 
 
 def _add_precision(group: argparse._ArgumentGroup) -> None:
-    dtypes = tuple(DTYPE_BYTES)
-    add = group.add_argument
-    add("--param-dtype", choices=dtypes, help="of computation (fp32, or the model's own)")
-    add("--grad-dtype", choices=dtypes, help="of the gradients that the step reads")
-    add("--reduce-dtype", choices=dtypes, help="of reductions (that of computation)")
-    add("--master-dtype", choices=("none", *dtypes), help="of the copy that the step writes")
-    add("--state-dtype", choices=dtypes, help="of the optimizer's moments (at least fp32)")
-    add("--optimizer", choices=OPTIMIZERS, default="adam", help="adam (also AdamW) by default")
+    def add(name: str, help_: str, *more: str) -> None:
+        group.add_argument(name, choices=(*more, *DTYPE_BYTES), metavar="DTYPE", help=help_)
+
+    add("--param-dtype", "of computation (fp32, or the model's own)")
+    add("--grad-dtype", "of the gradients that the step reads")
+    add("--reduce-dtype", "of reductions (that of computation)")
+    add("--master-dtype", "of the copy that the step writes; none: there is none", "none")
+    add("--state-dtype", "of the optimizer's moments (at least fp32)")
+    group.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="adam by default")
 
 
 def _add_sharding(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--strategy", type=_strategies, default=["zero3"], help=f"some of {','.join(NAMES)}")
-    add("--world", type=_worlds, default=[1, 2, 4, 8, 16, 32, 64], help="numbers of GPUs: 8,16")
-    add("--shard", type=_positive, help="GPUs of a shard group; hybrid: those of a host, 8")
-    add("--unit-params", type=parse_count, help="parameters of a unit; of a model: at least")
-    add("--unit-bytes", type=parse_bytes, help="the same in bytes of --param-dtype")
-    add("--unit-class", help="class whose instances are units (a model's largest list's)")
-    add("--prefetch", type=_whole, default=1, help="units gathered ahead (1)")
+    add, names = group.add_argument, ",".join(NAMES)
+    several: dict[str, Any] = {"nargs": "+", "action": types.Joined}
+    help_ = f"some of {names} (zero3)"
+    add(
+        "--strategy",
+        type=types.strategies,
+        default=["zero3"],
+        metavar="NAME",
+        help=help_,
+        **several,
+    )
+    every = [1, 2, 4, 8, 16, 32, 64]
+    help_ = "numbers of GPUs: 8,16"
+    add("--world", type=types.worlds, default=every, metavar="N", help=help_, **several)
+    help_ = "GPUs of a shard group; hybrid: those of a host, 8"
+    add("--shard", type=types.positive, metavar="N", help=help_)
+    help_ = "parameters of a unit; of a model: at least"
+    add("--unit-params", type=parse_count, metavar="N", help=help_)
+    help_ = "the same in bytes of --param-dtype"
+    add("--unit-bytes", type=types.size(1000), metavar="BYTES", help=help_)
+    help_ = "class whose instances are units (a model's largest list's)"
+    add("--unit-class", metavar="NAME", help=help_)
+    add("--prefetch", type=types.whole, default=1, metavar="N", help="units gathered ahead (1)")
     add("--no-sync", action="store_true", help="micro-batches accumulate before one reduction")
-    add("--overlap-backward", action="store_true", help="each unit is stepped in backward")
+    add("--overlap-backward", action="store_true", help="each unit is stepped in backward (adam)")
     add("--checkpoint-activations", action="store_true", help="compute each unit twice")
     add("--offload", nargs="+", choices=("optimizer", "params"), default=[], help="to the host")
     add("--shared-memory", action="store_true", help="ranks of one CPU host: SharedMemoryComm")
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    names = ", ".join(devices.DEVICES)
-    group.add_argument("--device", default="H100", help=f"{names} (H100)")
-    group.add_argument("--hbm", type=parse_bytes, help="memory of the device: 80GB")
+    add = group.add_argument
+    add("--device", default="H100", metavar="NAME", help=f"{', '.join(devices.DEVICES)} (H100)")
+    add("--hbm", type=types.size(10**9), metavar="BYTES", help="memory of the device: 80GB")
     help_ = "memory that is not planned: context, communicators, fragments (0)"
-    group.add_argument("--reserve", type=parse_bytes, default=0, help=help_)
+    add("--reserve", type=types.size(10**6, zero=True), default=0, metavar="BYTES", help=help_)
 
 
 # -- from arguments to jobs -----------------------------------------------------------------------
@@ -129,26 +155,38 @@ def _shard(args: argparse.Namespace, strategy: str) -> int | None:
 
 
 def _check_sources(args: argparse.Namespace) -> None:
+    if args.words:
+        raise ValueError(
+            f"{args.words[0]}: expected options, got a name: models are not known by theirs. Give "
+            "--params 7e9, --hf-config config.json or --module package.module:function."
+        )
     sources = ("params", "params_bytes", "hf_config", "module")
     given = [name for name in sources if getattr(args, name) is not None]
     if len(given) != 1:
         options = ", ".join("--" + name.replace("_", "-") for name in sources)
         got = " and ".join("--" + name.replace("_", "-") for name in given) or "none"
-        raise ValueError(f"plan: expected one of {options}, got {got}. Give --params 7e9.")
+        raise ValueError(f"model: expected one of {options}, got {got}. Give --params 7e9.")
     _check_together(args, given[0])
     if bool(args.batch) != bool(args.sequence):
         raise ValueError(
-            "plan: expected --batch and --sequence together, got one. Give both for activations, "
-            "or none."
+            "--batch: expected --batch and --sequence together, got one. Give both for "
+            "activations, or none."
         )
     if args.unit_params is not None and args.unit_bytes is not None:
         raise ValueError(
-            "plan: expected --unit-params or --unit-bytes, got both. Leave one of them out."
+            "--unit-params: expected --unit-params or --unit-bytes, got both. Leave one of them "
+            "out."
         )
     if args.checkpoint_activations and args.activation_bytes is not None:
         raise ValueError(
             "--checkpoint-activations: expected activations that the planner computes, got "
             "--activation-bytes. Give --batch and --sequence instead, or lower the bytes."
+        )
+    if args.overlap_backward and args.optimizer not in OVERLAPPING:
+        raise ValueError(
+            f"--overlap-backward: expected {' or '.join(OVERLAPPING)}, got --optimizer "
+            f"{args.optimizer}: only ShardedAdam and ShardedAdamW step in backward. Leave one of "
+            "them out."
         )
 
 
@@ -177,11 +215,14 @@ def _counted_units(
     """Units of a model of which only the number of parameters is known."""
     itemsize = DTYPE_BYTES[args.param_dtype or "fp32"]
     numel = args.params if args.params is not None else -(-args.params_bytes // itemsize)
-    if numel < 1:
-        raise ValueError(f"--params: expected at least 1 parameter, got {numel}. Give 7e9.")
     widths = _given_bytes(args, precision.widths(args.param_dtype or "fp32"), numel)
     shape = Shape.of(numel, args.layers, args.width, args.vocabulary)
     unit_numel = _unit_numel(args, numel, itemsize)
+    if unit_numel is None and shape.layers > _MOST_UNITS:
+        raise ValueError(
+            f"--layers: expected at most {_MOST_UNITS:,} blocks, got {shape.layers:,} of width "
+            f"{shape.width:,} from {numel:,} parameters. Lower --layers, or raise --width."
+        )
     units = shape.units(unit_numel, widths, args.batch * args.sequence)
     notes = [describe(numel, units)]
     if unit_numel is None or args.batch:
@@ -251,35 +292,3 @@ def with_activations(units: tuple[PlannedUnit, ...], nbytes: int) -> tuple[Plann
         spread.append(replace(unit, saved_bytes=upto - last, input_bytes=0, inner_bytes=0))
         last = upto
     return tuple(spread)
-
-
-# -- types of arguments ---------------------------------------------------------------------------
-
-
-def _whole(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text!r}")
-    return number
-
-
-def _positive(text: str) -> int:
-    number = _whole(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
-    return number
-
-
-def _worlds(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",")]
-
-
-def _strategies(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in NAMES:
-            raise argparse.ArgumentTypeError(f"expected some of {','.join(NAMES)}, got {name!r}")
-    return names

@@ -87,7 +87,10 @@ def from_config(path: Path) -> Source:
             "pip install transformers, or give --params."
         ) from error
     if not path.is_file():
-        raise ValueError(f"--hf-config: expected a file, got {str(path)!r}. Give a config.json.")
+        raise ValueError(
+            f"--hf-config: expected a file, got {str(path)!r}. Give the path of a "
+            "model's config.json; nothing is downloaded."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(str(path))
     except (OSError, ValueError, KeyError) as error:

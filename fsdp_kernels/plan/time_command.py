@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fsdp-kernels plan --time``: how long a step takes, and what of it is waiting.
+"""The command with `--time`: how long a step takes, and what of it is waiting.
 
 The defaults of links: a collective reaches eight tenths of a link's data-sheet bandwidth, and a hop
 takes what NCCL's own model of rings has for it (`hwLatencies` of its tuner, protocol Simple): 3.4
@@ -10,19 +10,33 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fsdp_kernels.plan import argument_types as types
 from fsdp_kernels.plan import devices, time_plot
 from fsdp_kernels.plan.job import Job
 from fsdp_kernels.plan.network import Link, Network
-from fsdp_kernels.plan.sizes import parse_bytes, show_bytes
+from fsdp_kernels.plan.sizes import show_bytes
 from fsdp_kernels.plan.timed_job import mesh_of, workload_of
 from fsdp_kernels.plan.timing import Machine, Timing, calibrated, time_step, totals
+from fsdp_kernels.trace_file import TraceFile
 from fsdp_kernels.trace_picture import draw
 
 LINK_SHARE = 0.8
 INSIDE_S, BETWEEN_S = 3.4e-6, 14e-6
+
+DEFAULTS: dict[str, object] = {
+    "efficiency": 0.5,
+    "measured": None,
+    "micro_batches": 1,
+    "host_gpus": devices.GPUS_PER_HOST,
+    "nvlink": None,
+    "network": None,
+    "link_share": LINK_SHARE,
+    "algorithm": "auto",
+}
+"""What only times depend on, by the names of the arguments."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,17 +46,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time", action="store_true", help="simulate a step instead of counting bytes")
     speed = group.add_mutually_exclusive_group()
     help_ = "share of the peak that a GPU computes at (0.5)"
-    speed.add_argument("--efficiency", type=float, default=0.5, help=help_)
+    speed.add_argument("--efficiency", type=float, metavar="SHARE", help=help_)
     help_ = "tokens/s of one GPU alone with this model and batch, instead of --efficiency"
-    speed.add_argument("--measured", type=float, help=help_)
-    add("--micro-batches", type=int, default=1, help="forwards and backwards of a step (1)")
-    add("--host-gpus", type=int, default=devices.GPUS_PER_HOST, help="GPUs of a host (8)")
-    add("--nvlink", type=parse_bytes, help="bytes/s of a GPU inside its host, one direction")
-    add("--network", type=parse_bytes, help="bytes/s of a GPU to other hosts: 50GB")
-    add("--link-share", type=float, default=LINK_SHARE, help="of these, what collectives reach")
-    add("--algorithm", choices=("auto", "ring", "tree"), default="auto", help="of collectives")
-    add("--trace", type=Path, help="write the last world's step for Perfetto (JSON)")
-    add("--picture", type=Path, help="draw the last world's step (SVG)")
+    speed.add_argument("--measured", type=float, metavar="RATE", help=help_)
+    help_ = "forwards and backwards of a step (1)"
+    add("--micro-batches", type=types.positive, metavar="N", help=help_)
+    add("--host-gpus", type=types.positive, metavar="N", help="GPUs of a host (8)")
+    help_ = "bytes/s of a GPU inside its host, one direction: 450GB"
+    add("--nvlink", type=types.rate, metavar="BYTES", help=help_)
+    help_ = "bytes/s of a GPU to other hosts: 50GB for 400 Gb/s"
+    add("--network", type=types.rate, metavar="BYTES", help=help_)
+    help_ = "of these, what collectives reach (0.8)"
+    add("--link-share", type=float, metavar="SHARE", help=help_)
+    add("--algorithm", choices=("auto", "ring", "tree"), help="of collectives (auto)")
+    add("--trace", type=Path, metavar="JSON", help="write the last world's step for Perfetto")
+    add("--picture", type=Path, metavar="SVG", help="draw the last world's step")
+    parser.set_defaults(**DEFAULTS)
 
 
 def run(args: argparse.Namespace, jobs: Sequence[Job]) -> None:
@@ -86,12 +105,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
             f"--param-dtype: expected {', '.join(device.flops)} for {device.name}, got {dtype}. "
             "Take one of these, or another --device."
         )
-    for name in ("micro_batches", "host_gpus"):
-        if getattr(args, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')}: expected at least 1, got {getattr(args, name)}."
-                " Leave it out for the default."
-            )
     if not 0 < args.link_share <= 1:
         raise ValueError(
             f"--link-share: expected a share above 0 and up to 1, got {args.link_share}. Measure "
@@ -143,7 +156,18 @@ def _write(args: argparse.Namespace, timing: Timing) -> None:
     mesh = timing.mesh
     name = f"one step, simulated: {mesh.strategy} on {mesh.world} {args.device}"
     trace = timing.step.trace(name)
-    if args.trace:
-        trace.save(args.trace)
-    if args.picture:
-        args.picture.write_text(draw(trace))
+    files = {"--trace": args.trace, "--picture": args.picture}
+    for (option, path), write in zip(files.items(), (trace.save, _draw(trace)), strict=True):
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise ValueError(
+                f"{option}: expected a file that can be written, got {str(path)!r}: {error}. "
+                "Choose another file."
+            ) from error
+
+
+def _draw(trace: TraceFile) -> Callable[[Path], object]:
+    return lambda path: path.write_text(draw(trace))

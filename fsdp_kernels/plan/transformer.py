@@ -73,7 +73,7 @@ class Shape:
     def note(self) -> str:
         """Say what is assumed."""
         return (
-            f"taken as {self.layers} equal blocks of width {self.width:,} "
+            f"taken as {self.layers} equal block{'s' * (self.layers > 1)} of width {self.width:,} "
             "(--layers, --width, --unit-params or a model say otherwise)"
         )
 
@@ -137,4 +137,4 @@ def describe(numel: int, units: tuple[PlannedUnit, ...]) -> str:
     each = show_count(most) if least == most else f"{show_count(least)} to {show_count(most)}"
     if 0 < most - least <= most // 1000:
         each = f"about {show_count(int(float(f'{most:.3g}')))}"
-    return f"{text}: {len(blocks)} units of {each}{root}"
+    return f"{text}: {len(blocks)} unit{'s' * (len(blocks) > 1)} of {each}{root}"

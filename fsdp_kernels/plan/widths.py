@@ -10,9 +10,10 @@ from fsdp_kernels.plan.job import Widths
 from fsdp_kernels.plan.sizes import DTYPE_BYTES
 
 _SCALE_BYTES = Fraction(4, 256)  # one fp32 scale for each block of 256 8-bit values
-_MOMENTS = {"adam": 2, "sgd": 0, "momentum": 1, "adam8bit": 2}
+_MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0, "momentum": 1, "adam8bit": 2}
 
 OPTIMIZERS = tuple(_MOMENTS)
+OVERLAPPING = ("adam", "adamw")  # that can step in backward
 
 
 @dataclass(frozen=True, slots=True)
