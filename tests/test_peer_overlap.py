@@ -17,6 +17,7 @@ from typing import Any
 import peer_side
 import pytest
 import test_overlap
+import test_overlap_failure
 import torch
 from happens_before import SitedLog, races
 from harness import run_ranks
@@ -136,6 +137,16 @@ def fails(rank: int, world: int, folder: Path) -> None:
 def test_a_failed_backward_is_not_gone_on_from(tmp_path: Path) -> None:
     """Loaded or accepted, training goes on: what was posted is taken back on every rank."""
     run_ranks(fails, 2, tmp_path)
+
+
+def fails_apart(rank: int, world: int) -> None:
+    comm: Any = peer_side.make()
+    test_overlap_failure.fail(rank, world, comm, 0, test_overlap_failure.OF_THREE)
+
+
+def test_ranks_that_fail_at_different_places_go_on_together() -> None:
+    """Beside the plain model. What one has posted and another has not is matched with zeros."""
+    run_ranks(fails_apart, 3)
 
 
 # -- what orders it --------------------------------------------------------------------------------
