@@ -149,9 +149,11 @@ class BucketGrads(ShardGrads):
             note(bucket, "allocate", writes=REDUCED)
         emit("reduce", bucket.unit.name, bucket.index)
         announce(bucket, name, FULL_GRADS, REDUCED)
+        # Said only where it is so: a `Comm` of the user's need not know it.
+        options = {"lend": True} if lend and self._may_lend() else {}
         with span("reduce", bucket.unit.name, bucket.index):
             self._ticket = bucket.comm.reduce_scatter(
-                self.target, self.full_grads, label=name, lend=lend and self._may_lend()
+                self.target, self.full_grads, label=name, **options
             )
 
     def reduced(self, used: Sequence[bool]) -> None:
