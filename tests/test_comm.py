@@ -36,6 +36,9 @@ class TestProcessGroupCommOverTorchReduceScatter(CommContract):
     def make_comm(rank: int, world: int) -> Comm:
         comm = ProcessGroupComm()
         comm._gloo_on_cpu = False
+        comm._lent = (
+            _group_ticket.unheld
+        )  # it is gloo all the same, whose thread would hold what it was given
         return comm
 
 
