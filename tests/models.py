@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo  # every rank's first optimizer does, and would take half a second for it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -124,7 +124,7 @@ class Case:
         ShardedAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **kw)
     ]
     before: Callable[..., None] = lambda *_: None
-    steps: int = 4
+    steps: int = 3
     tolerance: float = 0.0
 
 
@@ -163,7 +163,6 @@ def routed(model: nn.Module, turn: Turn) -> Tensor:
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-NESTED: dict[str, Any] = {"units": (Block, nn.Linear)}
 
 CASES: dict[str, Case] = {
     "no prefetch": Case(shard={"prefetch": 0}),
@@ -173,14 +172,12 @@ CASES: dict[str, Case] = {
     "reentrant checkpoint": Case(partial(Recomputing, True, (0, 1, 2))),
     # A gradient of two parts, which are added before or after the reduction, as it comes.
     "reentrant, reused": Case(partial(Recomputing, True), tolerance=1e-5),
-    "nested": Case(shard=NESTED),
     "parents": Case(partial(Net, block=Parent, depth=2), shard={"units": (Parent, Block)}),
     "tied": Case(Tied),
     "aside": Case(partial(Net, block=Aside)),
     "frozen": Case(lambda: freeze(Net())),
     "unused": Case(Routed, routed, shard={"units": lambda module: False}),
     "unused on some ranks": Case(partial(Net, block=Sided), lopsided, steps=5),
-    "bf16": Case(dtype=torch.bfloat16),
     "bf16 compute": Case(shard={"mp_policy": BF16}),
     "groups": Case(optimizers=grouped),
     "two optimizers": Case(optimizers=two),
@@ -236,7 +233,10 @@ def compare(rank: int, world: int, comm: str, names: Sequence[str], **kw: Any) -
 )
 def test_the_bits_of_the_step_at_the_end(comm: str, world: int) -> None:
     few = ["no prefetch", "prefetch 2", "reuse", "unused on some ranks", "bf16 compute"]
-    run_ranks(compare, world, comm, list(CASES) if world == 2 else few)
+    if world == 2:  # graphs and optimizers are the same to every backend: one plays them all
+        few = [*few, "reentrant, reused", "two optimizers", "changes"]
+        few = list(CASES) if comm == "shared_memory" else few
+    run_ranks(compare, world, comm, few)
 
 
 def strategies(rank: int, world: int) -> None:

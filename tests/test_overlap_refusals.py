@@ -301,7 +301,7 @@ def held(rank: int, world: int, comm: str, depth: int) -> tuple[int, int]:
 @pytest.mark.parametrize("comm", ["process_group", "shared_memory"])
 def test_gradients_of_few_units_are_held_at_once(comm: str) -> None:
     """However many units there are: no shards of gradients pile up."""
-    few, many = (run_ranks(held, 2, comm, depth)[0] for depth in (6, 24))
+    few, many = (run_ranks(held, 2, comm, depth)[0] for depth in (6, 12))
     assert few == many
     # The last three units' as autograd leaves them, and one full bucket with its shard.
     peak, bucket = many
