@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from harness import run_ranks
 from models import Net, Turn, adamw, assert_moments, assert_params, build, by_block, mse, turns
 from torch import Tensor
 
-from fsdp_kernels import ShardedAdamW
+from fsdp_kernels import ShardedAdamW, full_state_dict
 
 Places = Sequence[int | None]
 """Where each rank's backward fails: before block so-and-so; None: nowhere by itself."""
@@ -60,6 +61,7 @@ class Training:
 
     def __init__(self, rank: int, world: int, comm: str, **shard: Any) -> None:
         self.turn = Turn(rank, world, 0)
+        self.number = 0
         self.plain = build(Fragile, torch.float64)
         self.sharded = by_block(build(Fragile, torch.float64), comm=comm, **shard)
         self.optimizer: ShardedAdamW | None = None
@@ -92,14 +94,30 @@ class Training:
             raised.match("told to fail")  # the first of all
         else:
             raised.match(f"told to fail|{heard}")
-        self.sharded.units[0].runtime.finish_failed()
-        stepped = list(self.sharded.units[0].runtime.stepping.failed)
+        runtime = self.sharded.units[0].runtime
+        runtime.recover()
+        stepped = list(runtime.stepping.failed)
+        self.number += 1
+        self.come_together(self.number % 3, bool(stepped))
         if stepped:
             with pytest.raises(RuntimeError, match=f"had stepped {', '.join(stepped)}, and no"):
                 mse(self.sharded, self.turn)
             self.optimizer.accept_failed_backward()
             self.follow(stepped, where)
         self.step(f"the step after one that {where}")
+
+    def come_together(self, number: int, torn: bool) -> None:
+        """Do something collective, the first thing after the failure."""
+        model = self.sharded
+        if number == 0:
+            with pytest.raises(RuntimeError, match="whole steps") if torn else nullcontext():
+                full_state_dict(model)
+        elif number == 1:
+            with model.full_params():
+                pass
+        else:
+            model.unshard()
+            model.reshard()
 
     def follow(self, stepped: Sequence[str], where: str) -> None:
         """Step these units of the plain model; "" is all of them."""
