@@ -27,6 +27,14 @@ from fsdp_kernels.unit import Unit
 _graph_task = torch._C._current_graph_task_id
 
 
+def _nobody() -> Backward | None:
+    return None
+
+
+# Whose units the backward of this process came to last: one graph may lead through several roots.
+_in_turn: Callable[[], Backward | None] = _nobody
+
+
 class _Token:
     """Lives as long as autograd holds the callback that ends a backward."""
 
@@ -93,6 +101,7 @@ class Backward:
         gradients have arrived here: ranks would gather different units again.
         """
         self._begin()
+        self._take_turn()
         if unit.stepped:  # an early hint: nothing of it is wanted any more
             return
         previous, self._current = self._current, unit
@@ -131,6 +140,23 @@ class Backward:
             unit.inner = True
         self._reductions.arrived(unit)
 
+    def _take_turn(self) -> None:
+        """Let the root that backward comes from issue what is due there, complete here or not.
+
+        Roots may share a communicator. What one rank has issued early, since it was complete there,
+        all ranks must issue before anything of the next root.
+        """
+        global _in_turn
+        last = _in_turn()
+        if last is self:
+            return
+        _in_turn = weakref.ref(self)
+        self._reductions.in_turn = True
+        if last is not None:
+            last._reductions.in_turn = False
+            if last.is_running():
+                last._reductions.issue_due()
+
     def _begin(self) -> None:
         if self.under_way:
             if self._token() is not None:
@@ -156,6 +182,7 @@ class Backward:
     def _end(self, token: _Token) -> None:
         self._ending = True
         try:
+            self._take_turn()
             if self._stepping.active:  # which write what peers read while a unit is full
                 self._free_idle()
             self._reductions.end_backward()

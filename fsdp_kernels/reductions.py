@@ -38,6 +38,7 @@ class Reductions:
         agreed: bool [number of parameters], on the device: which have a gradient on any rank. The
             buckets hold slices of it.
         clock: Gathers issued in the backward under way.
+        in_turn: Whether backward came to a unit of this root last, not to one of another root.
         unsettled: Whether a backward failed or left gradients: `reduce_left_over` has work to do.
     """
 
@@ -61,7 +62,7 @@ class Reductions:
         self._running: Unit | None = None
         self._failed = False
         self._rounds = 0  # before the last gather of this backward
-        self.unsettled = False
+        self.in_turn = self.unsettled = False
         self._backwards = 0
         # Hash of the gathers since the ranks last agreed; of the reductions where a rank gathers
         # alone, and so may run forwards that no other runs.
@@ -104,7 +105,7 @@ class Reductions:
         if in_backward:
             if self._stepping.active:
                 self._meet_before(unit)
-            self._issue_due()
+            self.issue_due()
             self.clock += 1
 
     def _meet_before(self, unit: Unit) -> None:
@@ -126,7 +127,7 @@ class Reductions:
             self._finish_running()
             self._issue_complete()
 
-    def _issue_due(self) -> None:
+    def issue_due(self) -> None:
         """Issue what all ranks issue before the next gather, complete here or not."""
         while self._queue and self._queue[0].deadline <= self.clock:
             self._issue(self._queue.popleft())
@@ -137,7 +138,7 @@ class Reductions:
     def left(self, unit: Unit) -> None:
         """Note that backward has left a unit for another."""
         if unit.deadline < 0 and not unit.issued and unit in self._to_reduce():
-            self._issue_due()  # first, on all ranks: where it is complete, it may be issued already
+            self.issue_due()  # first, on all ranks: where it is complete, it may be issued already
             self._issue(unit)
 
     def arrived(self, unit: Unit) -> None:
@@ -157,7 +158,12 @@ class Reductions:
             self._issue_complete()
 
     def _issue_complete(self) -> None:
-        """Issue what is due and complete here; other ranks may come to it later."""
+        """Issue what is due and complete here; other ranks may come to it later.
+
+        Not between what another root issues, which would be between others on those ranks.
+        """
+        if not self.in_turn:
+            return
         queue = self._queue
         while queue and queue[0].deadline <= self.clock and queue[0].is_complete():
             running = self._running
