@@ -83,11 +83,13 @@ class Backward:
         if _graph_task() == -1:
             # Somebody looks at a node's saved tensors outside any backward: nobody would free the
             # unit later.
-            was_full = unit.is_full()
+            was_full, was_hidden = unit.is_full(), unit.is_hidden()
             self._gathers.ensure_full(unit)
             value = read().clone()
             if not was_full:
                 unit.free()
+            elif was_hidden:
+                unit.hide()
             return value
         self.touch(unit)
         # With create_graph=True the backward's own graph saves what we return, and no hook of ours

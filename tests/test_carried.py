@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_kernels import _ext, fully_shard, record_schedule
+from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.reductions import Reductions
 
 pytestmark = pytest.mark.skipif(_ext.cpu() is None, reason="the C++ kernels are not built")
@@ -147,6 +148,44 @@ def test_an_edit_between_forward_and_backward_is_refused(
     kind: type[nn.Module], message: str
 ) -> None:
     run_ranks(edited_between, 2, kind, message)
+
+
+class Scale(nn.Module):
+    """One element, which one rank has."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def looked_at(rank: int, world: int) -> None:
+    """After a look at what a graph saved, units are as they were: hidden, and freed in time."""
+    shard = partial(fully_shard, units=Scale, comm="shared_memory")
+    pair = Pair(rank, world, partial(Net, depth=2, block=Scale), shard)
+    for step in range(3):
+        pair.zero_grad()
+        loss = pair.sharded(Turn(rank, world, step).rand(4, 3)).sum()
+        nodes = [loss.grad_fn]
+        for node in nodes:
+            nodes += [each for each, _ in node.next_functions if each not in (None, *nodes)]
+        found = [node._saved_other for node in nodes if hasattr(node, "_saved_other")]
+        want = [pair.plain.blocks[i].weight for i in (1, 0)]
+        assert [t.item() for t in found if t is not None] == [w.item() for w in want]
+        assert all(type(b.weight) is FlatShard for b in pair.sharded.blocks)
+        with torch.no_grad():
+            for mine, whole in zip(pair.sharded.blocks, pair.plain.blocks, strict=True):
+                whole.weight.mul_(1.5)
+                if mine.weight.to_local().numel():  # an edit that the other rank cannot see
+                    mine.weight.to_local().mul_(1.5)
+        pair.play(step)
+        pair.check_grads(f"step {step}")
+
+
+def test_a_look_at_saved_weights_leaves_no_trace() -> None:
+    run_ranks(looked_at, 2)
 
 
 def clocks(rank: int, world: int) -> list[int]:
