@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -15,15 +16,26 @@ from fsdp_kernels.flat_shard import FlatShard
 # What torch.optim keeps in its groups to choose an implementation; ours has one.
 _TORCH_ONLY = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 _REQUIRED = ("step", "exp_avg", "exp_avg_sq")
+# Arguments of the whole optimizer; in a group they would be kept and never read.
+_WHOLE = ("max_grad_norm", "overlap_backward", "master_weights")
+_NOT_BELOW_0 = {
+    "lr": "Pass maximize=True to ascend.",
+    "eps": "The default is 1e-8.",
+    "weight_decay": "0 is no decay.",
+}
 _FLAT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
 def check_hyper(where: str, hyper: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every hyper-parameter of a group is in range.
+    """Raise unless every hyper-parameter of a group is in range.
 
     Args:
         where: The optimizer's name.
-        hyper: lr, betas, eps and weight_decay.
+        hyper: The group, with the defaults of what it leaves out.
+
+    Raises:
+        TypeError: A setting that is not a number.
+        ValueError: One out of range, or of the whole optimizer and not of a group.
     """
     lr, betas = hyper["lr"], hyper["betas"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -31,17 +43,48 @@ def check_hyper(where: str, hyper: Mapping[str, Any]) -> None:
             f"{where}: expected lr to be a number or a tensor of one element, got shape "
             f"{tuple(lr.shape)}. Use one parameter group for each learning rate."
         )
+    if not isinstance(betas, Sequence) or not all(map(_is_number, betas)):
+        raise TypeError(
+            f"{where}: expected betas to be two numbers, got {betas!r}. "
+            "The default is (0.9, 0.999)."
+        )
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(
             f"{where}: expected betas to be two numbers in [0, 1), got {betas}. "
             "The default is (0.9, 0.999)."
         )
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(hyper[name]) >= 0.0:
-            raise ValueError(
-                f"{where}: expected {name} of at least 0, got {hyper[name]}. "
-                "Pass maximize=True to ascend."
+    for name, advice in _NOT_BELOW_0.items():
+        if not _is_number(hyper[name]):
+            raise TypeError(
+                f"{where}: expected {name} to be a number, got {hyper[name]!r}. "
+                "Convert it first, as in float(text)."
             )
+        if not float(hyper[name]) >= 0.0:
+            raise ValueError(f"{where}: expected {name} of at least 0, got {hyper[name]}. {advice}")
+    for name in _WHOLE:
+        if name in hyper:
+            raise ValueError(
+                f"{where}: expected {name} to be the optimizer's own argument, got it in a "
+                f"parameter group, where nothing reads it. Pass {where}(..., {name}=...)."
+            )
+
+
+def check_max_norm(where: str, max_grad_norm: Any) -> None:
+    """Raise TypeError or ValueError unless the norm to clip to is None or a number above 0."""
+    if max_grad_norm is None:
+        return
+    text = (
+        f"{where}: expected max_grad_norm above 0, got {max_grad_norm!r}. "
+        "Pass None for no clipping."
+    )
+    if not _is_number(max_grad_norm):
+        raise TypeError(text)
+    if not float(max_grad_norm) > 0.0:
+        raise ValueError(text)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (Real, Tensor))
 
 
 def matching_groups(

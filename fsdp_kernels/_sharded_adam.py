@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp_kernels import ops
-from fsdp_kernels._adam_load import check_hyper, matching_entries, matching_groups
+from fsdp_kernels._adam_load import check_hyper, check_max_norm, matching_entries, matching_groups
 from fsdp_kernels._adam_norm import sum_of_squares
 from fsdp_kernels._adam_overlap import check_overlap
 from fsdp_kernels._adam_plan import (
@@ -86,11 +86,7 @@ class ShardedAdamBase(torch.optim.Optimizer):
         master_weights: bool,
     ) -> None:
         self._where = type(self).__name__
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(
-                f"{self._where}: expected max_grad_norm above 0, got {max_grad_norm}. "
-                "Pass None for no clipping."
-            )
+        check_max_norm(self._where, max_grad_norm)
         self.max_grad_norm = max_grad_norm
         self.overlap_backward = overlap_backward
         self.master_weights = master_weights

@@ -67,6 +67,11 @@ def pick_comm(
             f"{where}: expected an initialised process group, got none. Call "
             "torch.distributed.init_process_group first, or start the program with torchrun."
         )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{where}: expected mesh to be a DeviceMesh, got {type(mesh).__name__}. Make one with "
+            "torch.distributed.device_mesh.init_device_mesh, or pass None for all ranks."
+        )
     if mesh is not None and mesh.ndim > 2:
         raise ValueError(
             f"{where}: expected a 1-D mesh, or a 2-D one (replicate x shard), got {mesh.ndim}-D. "

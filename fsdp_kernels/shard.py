@@ -26,6 +26,8 @@ from fsdp_kernels.unit import Unit
 
 _DEFAULT_POLICY = MixedPrecisionPolicy()
 _DEFAULT_OFFLOAD = OffloadPolicy()
+# What is computed and summed in; a sum in anything narrower, or in integers, is no mean.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class ShardedModule:
@@ -204,8 +206,8 @@ def fully_shard(
         The same module, its class extended by `ShardedModule`.
 
     Raises:
-        ValueError: An argument or a parameter that cannot be sharded, named; nothing was changed
-            then.
+        TypeError, ValueError: An argument or a parameter that cannot be sharded, named; nothing was
+            changed then.
         RuntimeError: No process group.
     """
     where = f"fully_shard({type(module).__name__})"
@@ -240,7 +242,7 @@ def _check_arguments(
         raise ValueError(
             f"{where}: expected a module that is not sharded yet. Shard each module once."
         )
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ValueError(
             f"{where}: expected strategy {', '.join(map(repr, STRATEGIES))}, got {strategy!r}. "
             "'zero3' keeps the least, 'replicate' is what DDP does."
@@ -248,8 +250,15 @@ def _check_arguments(
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
             f"{where}: expected mp_policy to be torch's MixedPrecisionPolicy, got "
-            f"{type(mp_policy).__name__}."
+            f"{type(mp_policy).__name__}. As in MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
         )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and dtype not in _DTYPES:
+            raise ValueError(
+                f"{where}: expected {name} to be None, {', '.join(map(str, _DTYPES))}, got "
+                f"{dtype!r}. Pass one of them in mp_policy."
+            )
     if type(offload_policy) is not OffloadPolicy:
         raise ValueError(
             f"{where}: expected no offload, got {type(offload_policy).__name__}. Offload does not "

@@ -249,3 +249,21 @@ def _agrees_on_its_device(rank: int, world: int) -> None:
 
 def test_agreeing_without_a_channel_of_hosts_is_done_where_the_tensors_are() -> None:
     run_ranks(_agrees_on_its_device, 1)
+
+
+def a_rank_misses_the_meeting(rank: int, world: int) -> None:
+    comm = ProcessGroupComm()
+
+    def late(group: Any) -> Any:
+        raise dist.DistStoreError("wait timeout")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "twin", late)
+        with pytest.raises(
+            RuntimeError, match=rf"^fk\.reduce: expected meeting .*rank {rank}: wait"
+        ):
+            comm.prepare_reductions()
+
+
+def test_a_second_group_that_cannot_be_made_is_named() -> None:
+    run_ranks(a_rank_misses_the_meeting, 2)

@@ -672,6 +672,13 @@ def test_states_that_do_not_fit_change_nothing() -> None:
         ({"betas": (0.9, 1.0)}, ValueError, r"expected betas to be two numbers in \[0, 1\)"),
         ({"eps": -1.0}, ValueError, "expected eps of at least 0"),
         ({"weight_decay": float("nan")}, ValueError, "expected weight_decay of at least 0"),
+        ({"eps": -1.0}, ValueError, r"got -1\.0\. The default is 1e-8"),
+        ({"lr": "1"}, TypeError, "expected lr to be a number, got '1'"),
+        ({"lr": None}, TypeError, "expected lr to be a number, got None"),
+        ({"weight_decay": "x"}, TypeError, "expected weight_decay to be a number, got 'x'"),
+        ({"betas": 0.9}, TypeError, "expected betas to be two numbers, got 0.9"),
+        ({"betas": ("a", 0.9)}, TypeError, "expected betas to be two numbers, got"),
+        ({"max_grad_norm": "1"}, TypeError, "expected max_grad_norm above 0, got '1'"),
         ({"lr": torch.ones(2)}, ValueError, "expected lr to be a number or a tensor of one"),
         ({"max_grad_norm": 0.0}, ValueError, "expected max_grad_norm above 0, got 0.0"),
         ({"overlap_backward": True, "max_grad_norm": 1.0}, ValueError, "expected no clipping"),
@@ -691,6 +698,13 @@ def test_arguments_out_of_range(
         with pytest.raises(error, match=message):
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], **options})
         assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "overlap_backward", "master_weights"])
+def test_a_group_cannot_hold_what_only_the_optimizer_reads(name: str) -> None:
+    group = {"params": [nn.Parameter(torch.ones(3))], name: 1.0}
+    with pytest.raises(ValueError, match=f"expected {name} to be the optimizer's own argument"):
+        ShardedAdamW([group])
 
 
 def test_torchs_defaults() -> None:

@@ -23,6 +23,7 @@ from models import (
     states,
 )
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_kernels import ShardedModule, fully_shard
 
@@ -88,8 +89,15 @@ def refusals(rank: int, world: int) -> None:
         fully_shard(model.blocks[0])
     with pytest.raises((TypeError, ValueError), match="units"):
         fully_shard(build(Net), units="Block")
-    with pytest.raises(ValueError, match="strategy"):
-        fully_shard(build(Net), strategy="zero4")
+    for strategy in ("zero4", ["zero3"]):
+        with pytest.raises(ValueError, match="strategy"):
+            fully_shard(build(Net), strategy=strategy)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected mesh to be a DeviceMesh, got int"):
+        fully_shard(build(Net), mesh=3)  # type: ignore[arg-type]
+    dtypes: dict[str, Any] = {"param_dtype": "bf16", "reduce_dtype": torch.int8, "output_dtype": 3}
+    for name, wrong in dtypes.items():
+        with pytest.raises(ValueError, match=f"expected {name} to be None, torch.float64"):
+            fully_shard(build(Net), mp_policy=MixedPrecisionPolicy(**{name: wrong}))
     with pytest.raises(ValueError, match="prefetch"):
         fully_shard(build(Net), prefetch=-1)
     with pytest.raises((TypeError, ValueError), match="comm"):

@@ -131,7 +131,10 @@ class ProcessGroupComm:
         """Make the group that reduce-scatters run on from now on (collective); see `Comm`."""
         group = self._group_of()
         if group is not None and self._reduce_group_of() is None and self.world > 1:
-            self._reduce_group_of = _weakly(twin(group))
+            try:
+                self._reduce_group_of = _weakly(twin(group))
+            except RuntimeError as error:  # a rank that ended before its first backward, say
+                raise collective_error("meeting", "fk.reduce", self, error) from error
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, *, label: str) -> Ticket:
         """Fill `full` with every rank's `shard`, in rank order; see `Comm`."""
