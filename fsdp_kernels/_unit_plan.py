@@ -38,6 +38,16 @@ class Plan:
     owners: dict[nn.Module, list[Entry]]
     device: torch.device
 
+    def described(self) -> list[str]:
+        """Return a line for each parameter: its unit's number, and what makes its bucket."""
+        return [
+            f"'{entry.name}' {tuple(param.shape)} {param.dtype}, requires_grad="
+            f"{param.requires_grad}, in unit {number}"
+            for number, entries in enumerate(self.owners.values())
+            for entry in entries
+            for param in (entry.param,)
+        ]
+
 
 def find_units(module: nn.Module) -> list[Unit]:
     """The units of a module and below, outermost first."""

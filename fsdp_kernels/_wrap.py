@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_kernels._alike import agree_on_backend, check_alike
 from fsdp_kernels._unit_plan import Entry, Plan
 from fsdp_kernels.bucket import Bucket
 from fsdp_kernels.bucket_shards import Dtypes, Resources
@@ -28,6 +30,27 @@ from fsdp_kernels.strategy import ZERO3, Strategy
 from fsdp_kernels.trace import label
 from fsdp_kernels.unit import Unit
 
+
+@dataclass(frozen=True)
+class Options:
+    """What all ranks must pass alike, beside mesh and comm."""
+
+    policy: MixedPrecisionPolicy
+    strategy: Strategy
+    prefetch: int
+    sync: bool
+
+    def described(self, mesh: DeviceMesh | None) -> dict[str, Any]:
+        """Return what each rank says of its arguments."""
+        return {
+            "strategy": self.strategy.name,
+            "mp_policy": self.policy,
+            "mesh": None if mesh is None else mesh.mesh.tolist(),
+            "prefetch": self.prefetch,
+            "sync_module_states": self.sync,
+        }
+
+
 logger = logging.getLogger("fsdp_kernels")
 _told: set[str] = (
     set()
@@ -42,13 +65,20 @@ def pick_comm(
     comm: str | Comm | None,
     mesh: DeviceMesh | None,
     plan: Plan,
-    policy: MixedPrecisionPolicy,
-    strategy: Strategy,
+    options: Options,
 ) -> Comm:
     """The backend that `comm` names, over the ranks of `mesh`; says on rank 0 which it is.
 
     One of ours over shared memory has all of it that the plan needs.
+
+    Raises:
+        ValueError: The ranks do not call alike, or an argument is wrong.
     """
+    policy, strategy = options.policy, options.strategy
+
+    def alike(made: Comm) -> None:
+        check_alike(where, made.everyone, options.described(mesh), plan.described())
+
     if isinstance(comm, Comm):
         if strategy.replicates and comm.world > 1:
             raise ValueError(
@@ -56,6 +86,7 @@ def pick_comm(
                 f"{type(comm).__name__} of {comm.world} ranks, which would shard. Name the "
                 "backend, or pass a HybridComm whose shard group has one rank."
             )
+        alike(comm)
         return comm
     if comm is not None and comm not in pick.NAMES:
         raise ValueError(
@@ -82,10 +113,14 @@ def pick_comm(
         choice = pick.choose(plan.device.type, len(grid.rows[0]))
     else:
         choice = pick.Choice(comm, "as asked for")
+    if plan.device.type == "cpu":
+        choice = agree_on_backend(where, grid, comm, choice)
     refusal = ""
     try:
         made = connect(choice.name, grid, plan.device)
         inside = made.shard if isinstance(made, HybridComm) else made
+        if isinstance(made, SharedMemoryComm):
+            alike(made)  # first: what differs would seem to lack memory
         if isinstance(inside, SharedMemoryComm):
             inside.reserve(*_shared_bytes(plan, policy, inside.world))
     except ArenaUnavailable as error:  # the same on every rank that would share
@@ -95,6 +130,8 @@ def pick_comm(
         # Rows that keep different things would fall out of step.
         refusals = Meeting(made.everyone.process_group).share(refusal)
         refusal = next(filter(None, refusals), "")
+    if not isinstance(made, SharedMemoryComm):
+        alike(made)  # here, where all rows come by, whatever each of them could share
     if refusal:
         if comm is not None:
             raise ArenaUnavailable(refusal)

@@ -23,7 +23,7 @@ def open_full_params(module: nn.Module, units: list[Unit]) -> Iterator[dict[str,
     runtime.begin_editing()
     try:
         for unit in units:
-            if unit.state != "SHARDED":
+            if not unit.is_sharded():
                 unit.free()
         held = [_Whole(bucket) for unit in units for bucket in unit.buckets]
         try:

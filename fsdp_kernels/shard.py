@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_kernels._environment import note_comm
 from fsdp_kernels._unit_plan import Plan, UnitSpec, find_units, plan_units
-from fsdp_kernels._wrap import build_units, pick_comm, sync_buffers
+from fsdp_kernels._wrap import Options, build_units, pick_comm, sync_buffers
 from fsdp_kernels.comm.base import Comm
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.full_params import open_full_params
@@ -206,17 +206,20 @@ def fully_shard(
         The same module, its class extended by `ShardedModule`.
 
     Raises:
-        TypeError, ValueError: An argument or a parameter that cannot be sharded, named; nothing was
-            changed then.
+        TypeError, ValueError: An argument or a parameter that cannot be sharded, named, or one that
+            differs between ranks (on every rank); nothing was changed then.
         RuntimeError: No process group.
     """
     where = f"fully_shard({type(module).__name__})"
     _check_arguments(where, module, strategy, mp_policy, offload_policy, prefetch)
     plan = plan_units(where, module, units)
     kind = STRATEGIES[strategy]
-    chosen = pick_comm(where, comm, mesh, plan, mp_policy, kind)
-    for inner in {unit.runtime for unit in find_units(module)}:
-        inner.come_to_rest()
+    runtimes = {unit.runtime for unit in find_units(module)}
+    for inner in runtimes:
+        inner.come_to_rest()  # first: it settles what a failed backward left, with the other ranks
+    options = Options(mp_policy, kind, prefetch, sync_module_states)
+    chosen = pick_comm(where, comm, mesh, plan, options)
+    for inner in runtimes:
         if _place(inner.comm) != _place(chosen):
             raise ValueError(
                 f"{where}: expected the modules sharded before to be on the same ranks, got rank "

@@ -107,8 +107,14 @@ class Unit:
 
     @property
     def state(self) -> State:
-        """One of the state machine's names; a backward that failed is recovered from first."""
+        """One of the state machine's names; a backward that failed is recovered from first.
+
+        SHARDED too where only a free that frees nothing was put off: modules show shards, and the
+        full parameters take no memory of this rank's.
+        """
         self.runtime.recover()
+        if self.carried and self._hidden:
+            return State.SHARDED
         if self._reducing and self._state is State.SHARDED:
             return State.REDUCING
         return self._state

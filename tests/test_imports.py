@@ -99,6 +99,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: (
         "fsdp_kernels._sharded_adam",
         "fsdp_kernels._unit_plan",
+        "fsdp_kernels._alike",
         "fsdp_kernels._wrap",
         "fsdp_kernels.backward",
         "fsdp_kernels.gathers",
@@ -178,7 +179,7 @@ SAME_LAYER: dict[str, tuple[str, ...]] = {
     "fsdp_kernels._adam_norm": ("fsdp_kernels._adam_plan",),
     "fsdp_kernels.rounds": ("fsdp_kernels.unit",),
     "fsdp_kernels.stepping": ("fsdp_kernels.rounds", "fsdp_kernels.unit"),
-    "fsdp_kernels._wrap": ("fsdp_kernels._unit_plan",),
+    "fsdp_kernels._wrap": ("fsdp_kernels._alike", "fsdp_kernels._unit_plan"),
     "fsdp_kernels.gathers": ("fsdp_kernels.reductions",),
     "fsdp_kernels.backward": ("fsdp_kernels.gathers", "fsdp_kernels.reductions"),
     "fsdp_kernels.runtime": (

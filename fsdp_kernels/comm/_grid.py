@@ -57,6 +57,11 @@ class Grid:
         return cls(rows, *(mesh.get_group(dim) for dim in reversed(range(mesh.ndim))))
 
     @property
+    def is_everybody(self) -> bool:
+        """Whether all ranks of the job are in it."""
+        return sum(map(len, self.rows)) == dist.get_world_size()
+
+    @property
     def size(self) -> str:
         """Number of ranks, as "2 x 4" where there are two levels."""
         rows, columns = len(self.rows), len(self.rows[0])
