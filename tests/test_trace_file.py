@@ -86,8 +86,10 @@ def step(rank: int, world: int, folder: Path, options: dict[str, Any]) -> Any:
     profiled = {event.key for event in profiler.key_averages() if event.key.startswith("fk.")}
     root, block, *_ = [sum(b.layout.full_numel for b in unit.buckets) for unit in model.units]
     shards = sum(b.layout.shard_numel for unit in model.units for b in unit.buckets)
+    # The root stays, and two blocks with prefetch; all of them where they take no memory.
+    blocks = 2 if options["comm"] == "process_group" else 3
     peaks = {
-        "full_params": 2 * (root + 2 * block),  # the root stays, and two blocks with prefetch
+        "full_params": 2 * (root + blocks * block),
         "full_grads": 2 * max(root, block),
         "shard_grads": 4 * shards,
     }
@@ -113,7 +115,7 @@ def test_a_step_of_two_ranks(options: dict[str, Any], tmp_path: Path) -> None:
         assert sorted(reduced) == sorted(f"fk.reduce[{unit}/0]" for unit in units)
         gathered = [label for label in traced.labels("gather") if verb_of(label) == "gather"]
         if "strategy" not in options:  # the root and the last block stay full for backward
-            again = ["blocks.1", "blocks.0"]
+            again = ["blocks.1", "blocks.0"] if options["comm"] == "process_group" else []
             assert gathered == [f"fk.gather[{unit}/0]" for unit in [*units, *again]]
         own = set(traced.labels("compute"))
         assert {f"fk.{verb}[{u}]" for u in units for verb in ("forward", "backward")} <= own
