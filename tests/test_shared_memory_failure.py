@@ -133,6 +133,23 @@ def test_a_rank_that_skips_a_unit_is_an_error_that_says_who_waits_in_what() -> N
     assert all("every rank waits for another one: rank 0 in all_gather of fk" in t for t in texts)
 
 
+def skips_its_first_backward(rank: int, world: int) -> str:
+    """What the first backward sets up needs no process group: nobody waits for its time limit."""
+    model = shared(build(Net))
+    turn = Turn(rank, world, 0, torch.float32)
+    if rank == 1:
+        model(turn.rand(4, 3))
+    with pytest.raises(RuntimeError) as caught:
+        mse(model, turn)
+    return str(caught.value)
+
+
+def test_a_rank_that_skips_its_first_backward_is_named() -> None:
+    for text in run_ranks(skips_its_first_backward, 2):
+        assert "every rank waits for another one: rank 0 in allocate of fk.arena" in text
+        assert "rank 1 in all_gather of fk.gather[root/0]" in text
+
+
 def stops_calling(rank: int, world: int) -> str:
     """Rank 1 lives on, in its own code, after one step."""
     comm = SharedMemoryComm(timeout_s=5.0)

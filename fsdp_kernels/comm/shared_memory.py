@@ -127,16 +127,16 @@ class SharedMemoryComm:
         Without the memory for them, reductions take the process group.
         """
         self._check_open("fk.reduce")
-        self._group.prepare_reductions()
-        if self.world == 1 or largest_bytes <= self._asked_grads:
-            return
-        self._asked_grads = largest_bytes
-        try:
-            self._arena.reserve(self._arena.grad_nbytes(largest_bytes, SLOTS))
-            self._grads = GradBuckets(self._arena, largest_bytes)
-        except ArenaUnavailable as error:
-            if self.rank == 0:
-                logger.warning("fk.reduce: gradients take the process group: %s", error)
+        if self.world > 1 and largest_bytes > self._asked_grads:
+            self._asked_grads = largest_bytes
+            try:
+                self._arena.reserve(self._arena.grad_nbytes(largest_bytes, SLOTS))
+                self._grads = GradBuckets(self._arena, largest_bytes)
+            except ArenaUnavailable as error:
+                if self.rank == 0:
+                    logger.warning("fk.reduce: gradients take the process group: %s", error)
+        if self._grads is None or self._grads.nbytes < self._asked_grads:
+            self._group.prepare_reductions()
 
     def grads_buffer(self, numel: int, dtype: torch.dtype, *, label: str) -> Tensor | None:
         """Return this rank's bucket for the reduction that comes next; see `Comm`."""
