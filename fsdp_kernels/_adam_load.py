@@ -69,6 +69,13 @@ def check_hyper(where: str, hyper: Mapping[str, Any]) -> None:
             )
 
 
+def check_flags(where: str, flags: Mapping[str, Any]) -> None:
+    """Raise TypeError, naming one, unless all of an optimizer's switches are True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{where}: expected {name} to be True or False, got {value!r}.")
+
+
 def check_max_norm(where: str, max_grad_norm: Any) -> None:
     """Raise TypeError or ValueError unless the norm to clip to is None or a number above 0."""
     if max_grad_norm is None:

@@ -37,8 +37,14 @@ class Members:
         """List them, after cleaning up what a failed step left (collective then).
 
         Raises:
+            TypeError: If it is no module.
             ValueError: If nothing in the model is sharded.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"{where}: expected a model that fully_shard sharded, got {type(model).__name__}. "
+                "Pass the model itself."
+            )
         params: dict[str, FlatShard] = {}
         buffers: dict[str, Tensor] = {}
         other: dict[str, Any] = {}

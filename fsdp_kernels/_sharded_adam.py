@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from fsdp_kernels import ops
-from fsdp_kernels._adam_load import check_hyper, check_max_norm, matching_entries, matching_groups
+from fsdp_kernels._adam_load import (
+    check_flags,
+    check_hyper,
+    check_max_norm,
+    matching_entries,
+    matching_groups,
+)
 from fsdp_kernels._adam_norm import sum_of_squares
 from fsdp_kernels._adam_overlap import check_overlap
 from fsdp_kernels._adam_plan import (
@@ -87,6 +93,8 @@ class ShardedAdamBase(torch.optim.Optimizer):
     ) -> None:
         self._where = type(self).__name__
         check_max_norm(self._where, max_grad_norm)
+        flags = {"overlap_backward": overlap_backward, "master_weights": master_weights}
+        check_flags(self._where, flags)
         self.max_grad_norm = max_grad_norm
         self.overlap_backward = overlap_backward
         self.master_weights = master_weights

@@ -211,7 +211,8 @@ def fully_shard(
         RuntimeError: No process group.
     """
     where = f"fully_shard({type(module).__name__})"
-    _check_arguments(where, module, strategy, mp_policy, offload_policy, prefetch)
+    policies = mp_policy, offload_policy
+    _check_arguments(where, module, strategy, policies, prefetch, sync_module_states)
     plan = plan_units(where, module, units)
     kind = STRATEGIES[strategy]
     runtimes = {unit.runtime for unit in find_units(module)}
@@ -237,8 +238,9 @@ def fully_shard(
 
 
 def _check_arguments(
-    where: str, module: Any, strategy: str, mp_policy: Any, offload_policy: Any, prefetch: int
+    where: str, module: Any, strategy: str, policies: tuple[Any, Any], prefetch: Any, sync: Any
 ) -> None:
+    mp_policy, offload_policy = policies
     if not isinstance(module, nn.Module):
         raise TypeError(f"{where}: expected an nn.Module, got {type(module).__name__}.")
     if isinstance(module, ShardedModule):
@@ -267,8 +269,13 @@ def _check_arguments(
             f"{where}: expected no offload, got {type(offload_policy).__name__}. Offload does not "
             "exist yet."
         )
-    if not isinstance(prefetch, int) or prefetch < 0:
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"{where}: expected prefetch to be a number from 0, got {prefetch!r}.")
+    if not isinstance(sync, bool):
+        raise TypeError(
+            f"{where}: expected sync_module_states to be True or False, got {sync!r}. False keeps "
+            "what each rank has."
+        )
 
 
 def _place(comm: Comm) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fsdp_kernels import ShardedAdamW, fully_shard
+from fsdp_kernels import ShardedAdamW, fully_shard, record_schedule
 
 RTOL = 1e-6
 """Of the norm of what is compared; the contract's tolerance for float64 and for fed fp32."""
@@ -362,3 +362,23 @@ def check_all(rank: int, world: int, *scenarios: Scenario) -> None:
 def varied(scenario: Scenario, **changes: Any) -> Scenario:
     """Return the scenario with some fields changed."""
     return replace(scenario, **changes)
+
+
+def schedules(rank: int, world: int, options: dict[str, Any]) -> list[list[str]]:
+    """Record four steps of a model with two blocks.
+
+    Args:
+        rank, world: See `run_ranks`.
+        options: Of `fully_shard`.
+    """
+    model = build(partial(Net, depth=2))
+    fully_shard(model, units=Block, **options)
+    optimizer = sharded_adamw(model.parameters())
+    steps = []
+    for step in range(4):
+        with record_schedule() as schedule:
+            mse(model, Turn(rank, world, step, torch.float32))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append([str(event) for event in schedule])
+    return steps

@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from harness import run_ranks
-from models import Block, Net, Scenario, Sided, Turn, build, check_all, lopsided, mse, sharded_adamw
+from models import Block, Net, Scenario, Sided, Turn, build, check_all, lopsided, mse, schedules
 from pairs import Pair
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_kernels import _ext, fully_shard, record_schedule
+from fsdp_kernels import _ext, fully_shard
 from fsdp_kernels.flat_shard import FlatShard
 from fsdp_kernels.reductions import Reductions
 
@@ -39,21 +39,8 @@ STEP = [  # each unit is gathered once, and freed when backward has left it
 ]
 
 
-def recorded(rank: int, world: int) -> list[list[str]]:
-    model = shared(build(partial(Net, depth=2)))
-    optimizer = sharded_adamw(model.parameters())
-    steps = []
-    for step in range(4):
-        with record_schedule() as schedule:
-            mse(model, Turn(rank, world, step, torch.float32))
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append([str(event) for event in schedule])
-    return steps
-
-
 def test_schedule_of_a_step() -> None:
-    first, second = run_ranks(recorded, 2)
+    first, second = run_ranks(schedules, 2, {"comm": "shared_memory"})
     assert first == second
     assert first[2:] == [STEP, STEP]  # two steps teach when gradients come
 

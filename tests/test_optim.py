@@ -682,6 +682,8 @@ def test_states_that_do_not_fit_change_nothing() -> None:
         ({"lr": torch.ones(2)}, ValueError, "expected lr to be a number or a tensor of one"),
         ({"max_grad_norm": 0.0}, ValueError, "expected max_grad_norm above 0, got 0.0"),
         ({"overlap_backward": True, "max_grad_norm": 1.0}, ValueError, "expected no clipping"),
+        ({"overlap_backward": "x"}, TypeError, "overlap_backward to be True or False, got 'x'"),
+        ({"master_weights": None}, TypeError, "master_weights to be True or False, got None"),
         ({"foreach": True}, TypeError, "foreach"),
         ({"fused": True}, TypeError, "fused"),
         ({"capturable": True}, TypeError, "capturable"),

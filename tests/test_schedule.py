@@ -22,6 +22,7 @@ from models import (
     full_params,
     lopsided,
     mse,
+    schedules,
     sharded_adamw,
     varied,
 )
@@ -74,23 +75,9 @@ Over shared memory all of them do: see `test_carried.py`.
 """
 
 
-def recorded(rank: int, world: int, prefetch: int) -> list[list[str]]:
-    model = build(partial(Net, depth=2))
-    fully_shard(model, units=Block, prefetch=prefetch, comm="process_group")
-    optimizer = sharded_adamw(model.parameters())
-    steps = []
-    for step in range(4):
-        with record_schedule() as schedule:
-            mse(model, Turn(rank, world, step, torch.float32))
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append([str(event) for event in schedule])
-    return steps
-
-
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_schedule_of_a_step(prefetch: int) -> None:
-    ranks = run_ranks(recorded, 2, prefetch)
+    ranks = run_ranks(schedules, 2, {"comm": "process_group", "prefetch": prefetch})
     assert ranks[0] == ranks[1]
     first, _, *settled = ranks[0]  # the second step learns from the first when gradients come
     if prefetch == 0:

@@ -25,7 +25,7 @@ from models import (
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_kernels import ShardedModule, fully_shard
+from fsdp_kernels import ShardedModule, full_state_dict, fully_shard
 
 
 def names(model: nn.Module) -> list[str]:
@@ -98,8 +98,13 @@ def refusals(rank: int, world: int) -> None:
     for name, wrong in dtypes.items():
         with pytest.raises(ValueError, match=f"expected {name} to be None, torch.float64"):
             fully_shard(build(Net), mp_policy=MixedPrecisionPolicy(**{name: wrong}))
-    with pytest.raises(ValueError, match="prefetch"):
-        fully_shard(build(Net), prefetch=-1)
+    for prefetch in (-1, True):
+        with pytest.raises(ValueError, match="prefetch"):
+            fully_shard(build(Net), prefetch=prefetch)
+    with pytest.raises(TypeError, match="sync_module_states to be True or False, got 'no'"):
+        fully_shard(build(Net), sync_module_states="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"full_state_dict: expected a model .*, got int"):
+        full_state_dict(3)  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match="comm"):
         fully_shard(build(Net), comm="carrier pigeon")
     with pytest.raises(TypeError, match=r"nn\.Module"):
