@@ -79,11 +79,11 @@ class Gathers:
     def _begin_turn(self, unit: Unit) -> None:
         """Do for a unit that is full since its forward what goes with a gather in backward.
 
-        The next gather is not made by one rank alone, which may be the only one that was edited.
+        Edited since, it is refused: all ranks would have to gather it, and only this one may know.
         """
         unit.check_carried()
         unit.carried = False
-        self._reductions.before_gather(unit, self.in_backward)
+        self._reductions.before_gather(unit, in_backward=True)
 
     def is_ready(self, unit: Unit) -> bool:
         """Whether `ensure_full` has nothing to do for a unit that this backward came to before."""

@@ -100,14 +100,13 @@ class Stepping:
                 the ranks do not step the same buckets.
         """
         self.check("backward")
-        for unit in self._units:
-            if any(bucket.grads.taken for bucket in unit.buckets):
-                raise RuntimeError(
-                    f"backward: expected optimizer.step() after the last backward, got another "
-                    f"backward, and unit '{unit.label}' has taken its step already "
-                    "(overlap_backward=True). Call step() after every backward; to accumulate "
-                    "gradients over several, pass overlap_backward=False."
-                )
+        if (taken := self._find_taken()) is not None:
+            raise RuntimeError(
+                f"backward: expected optimizer.step() after the last backward, got another "
+                f"backward, and unit '{taken.label}' has taken its step already "
+                "(overlap_backward=True). Call step() after every backward; to accumulate "
+                "gradients over several, pass overlap_backward=False."
+            )
         self._owners = self._find_owners() if _registered else {}
         owned = ",".join(self._owned_labels())
         self.owned = zlib.crc32(owned.encode()) + 1 if owned else 0
@@ -122,6 +121,13 @@ class Stepping:
             self.meet()
         self.active = bool(self._agreed)
         self.rounds = 0  # that one came long before the first gather
+
+    def _find_taken(self) -> Unit | None:
+        """The first unit that a backward has stepped, and for which `step()` has not come yet."""
+        for unit in self._units:
+            if any(bucket.grads.taken for bucket in unit.buckets):
+                return unit
+        return None
 
     def _owned_labels(self) -> list[str]:
         owners = self._owners
@@ -297,13 +303,12 @@ class Stepping:
     def check_saved(self, where: str) -> None:
         """Raise RuntimeError while parameters and moments are of two steps, even if one is due."""
         self.check(where)
-        for unit in self._units:
-            if any(bucket.grads.taken for bucket in unit.buckets):
-                raise RuntimeError(
-                    f"{where}: expected step() after backward, got a save before it: "
-                    f"unit '{unit.label}' has taken its step in backward (overlap_backward=True), "
-                    "others may not have. Call step() first."
-                )
+        if (taken := self._find_taken()) is not None:
+            raise RuntimeError(
+                f"{where}: expected step() after backward, got a save before it: "
+                f"unit '{taken.label}' has taken its step in backward (overlap_backward=True), "
+                "others may not have. Call step() first."
+            )
 
     def accept(self) -> None:
         """Go on with parameters of two steps.

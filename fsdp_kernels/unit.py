@@ -245,10 +245,9 @@ class Unit:
 
     def _refuse_edited(self, why: str) -> NoReturn:
         raise RuntimeError(
-            f"unit '{self.label}': expected its parameters unchanged between forward and "
-            f"backward ({why}), got an in-place "
-            "change (an edit, a load or an optimizer step). Run backward before changing "
-            "parameters."
+            f"unit '{self.label}': expected its parameters unchanged between forward and backward "
+            f"({why}), got an in-place change (an edit, a load or an optimizer step). Run backward "
+            "before changing parameters."
         )
 
     def is_current(self) -> bool:
